@@ -1,0 +1,66 @@
+# One command each; CI calls the same targets. `make help` lists them.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first Python that is new enough. Another one: make setup PYTHON=python3.13
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench db clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(VENV)/.dev ## make .venv with everything for development
+
+demo: $(VENV)/.demo ## gateway and relays on a PostgreSQL of their own, with real requests
+	@$(BIN)/relay-dispatch demo $(ARGS)
+
+test: $(VENV)/.dev ## run the tests (make test ARGS='-k fence')
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.bench ## run the benchmarks, each beside its hand-written baseline
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+db: $(VENV)/.demo ## leave a PostgreSQL server running and print its DSNs (ARGS=--stop ends it)
+	@$(BIN)/python -m dispatch_core.dev.postgres $(ARGS)
+
+clean: ## remove .venv and caches; the development server's data stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
+
+# --- the environment: plain venv and pip, made anew when pyproject.toml changes -------------------
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Relay Dispatch needs Python 3.11 or newer; none was found. Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Relay Dispatch needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version 2>&1`." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) has no venv module: install your system's package for it (Debian, Ubuntu: python3-venv)." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# The larger sets contain the smaller one, so their stamps satisfy it too.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e '.[bench]'
+	@touch $@ $(VENV)/.demo

@@ -1,0 +1,1 @@
+"""What the tests share: waiting without sleeping, watching backends, breaking the network."""
