@@ -1,0 +1,386 @@
+"""Reach PostgreSQL, and turn what the driver raises into our errors: the one seam between asyncpg and the rest.
+
+`mapped_errors` is the only thing that catches `asyncpg` exceptions. `Database` owns a pool (or borrows the caller's)
+and sees to it that a connection which may be broken never goes back into it, and that nothing waits without a bound:
+a black-holed socket raises no error by itself, and neither `close` nor the pool's `release` would ever return on one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeAlias
+from uuid import UUID
+
+import anyio
+import asyncpg
+
+from dispatch_core.errors import (
+    ConfigurationError,
+    ConnectionLostError,
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    IdempotencyConflictError,
+    InvalidDeadlineError,
+    InvalidInputError,
+    RelayDispatchError,
+    SchemaMismatchError,
+    TenancyDeniedError,
+    TenancyMismatchError,
+    TenancyUnboundError,
+    UnknownJobError,
+)
+
+__all__ = ["Connection", "Database", "close_connection", "connect", "mapped_errors", "translate"]
+
+Connection: TypeAlias = asyncpg.Connection
+"""A connection of asyncpg, its own or a pool's."""
+
+# How long putting a connection away may take before it is cut: these run shielded, so they hold up a cancellation.
+_PUT_AWAY_SECONDS: Final = 2.0
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+_OURS: Final[dict[str, type[RelayDispatchError]]] = {
+    "S2001": TenancyUnboundError,
+    "S2002": TenancyMismatchError,
+    "S2003": TenancyDeniedError,
+    "S2010": IdempotencyConflictError,
+    "S2020": InvalidInputError,
+    "S2021": InvalidDeadlineError,
+    "S2030": UnknownJobError,
+    "S2040": SchemaMismatchError,
+}
+
+_MISSING_OBJECT: Final = frozenset({"42883", "3F000", "42P01"})
+"""undefined_function, invalid_schema_name, undefined_table"""
+
+_BUSY: Final = frozenset({"55P03", "57014"})
+"""lock_not_available, query_canceled (by statement_timeout or by hand); with class 40 but for 40003"""
+
+_SESSION_OVER: Final = frozenset({"25006", "25P03", "25P04", "40003", "57P01", "57P02", "57P03", "57P04", "57P05"})
+"""read only (a demoted primary), idle or transaction timeout, statement_completion_unknown, shutdown, crash, starting
+up, database dropped, idle session timeout; with class 08 and 53"""
+
+_NEVER_STARTED: Final = frozenset({"08001", "08004", "53300", "57P03"})
+"""could not connect, connection rejected, too many connections, cannot connect now: no statement was under way"""
+
+_STALE_STATEMENT: Final = frozenset({"26000", "42P05"})
+"""A prepared statement is unknown, or there already: another backend answers, as behind a transaction pooler."""
+
+
+class mapped_errors:  # noqa: N801  (reads as a function: `with mapped_errors():`)
+    """Raise ours for what the driver raises inside; let everything else pass, cancellation above all.
+
+    `job_id` goes into the error. `connecting` says that no statement was under way, so that a broken connection has had
+    no effect. A class and not a generator: this stands around every statement.
+    """
+
+    __slots__ = ("_connecting", "_job_id")
+
+    def __init__(self, *, job_id: UUID | None = None, connecting: bool = False) -> None:
+        self._job_id = job_id
+        self._connecting = connecting
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False]:
+        if error is None:
+            return False
+        translated = translate(error, job_id=self._job_id, connecting=self._connecting)
+        if translated is None:
+            return False
+        raise translated from error
+
+
+def translate(
+    error: BaseException, *, job_id: UUID | None = None, connecting: bool = False
+) -> RelayDispatchError | None:
+    """Return our error for one of the driver's or of the network's; None for any other, and for one of ours."""
+    if isinstance(error, RelayDispatchError):
+        return None
+    if isinstance(error, asyncpg.PostgresError):
+        return _translate_sqlstate(error, job_id, connecting)
+    broken = DatabaseUnavailableError if connecting else ConnectionLostError
+    if isinstance(error, TimeoutError):
+        # asyncpg has already tried to cancel the statement; whether it was is unknown.
+        return broken(
+            "PostgreSQL could not be reached in time" if connecting else "PostgreSQL did not answer in time",
+            job_id=job_id,
+        )
+    if isinstance(error, (OSError, EOFError)):
+        return broken(
+            f"PostgreSQL could not be reached: {error}" if connecting else f"the connection broke: {error}",
+            job_id=job_id,
+        )
+    if isinstance(error, asyncpg.DataError):
+        # asyncpg could not encode an argument; nothing was sent.
+        return InvalidInputError(str(error))
+    if isinstance(error, asyncpg.exceptions.ClientConfigurationError):
+        return ConfigurationError(str(error))
+    if isinstance(error, asyncpg.exceptions.TargetServerAttributeNotMatched):
+        return DatabaseUnavailableError(str(error), job_id=job_id)
+    if isinstance(error, asyncpg.exceptions.OutdatedSchemaCacheError):
+        return DatabaseBusyError("the schema changed under this connection; try again", job_id=job_id)
+    if isinstance(error, asyncpg.InterfaceError):
+        # The driver has no class of its own for "this connection is closed"; it raises it before it sends anything.
+        if "closed" in str(error) or "closing" in str(error) or "released back" in str(error):
+            return DatabaseUnavailableError(f"the connection is closed: {error}", job_id=job_id)
+        return DatabaseError(str(error), job_id=job_id)
+    if isinstance(error, asyncpg.InternalClientError):
+        return broken(f"the connection is unusable: {error}", job_id=job_id)
+    return None
+
+
+def _translate_sqlstate(error: asyncpg.PostgresError, job_id: UUID | None, connecting: bool) -> RelayDispatchError:
+    state: str = error.sqlstate or ""
+    # Only the message: DETAIL quotes values of rows, which may be another tenant's.
+    # Those that the driver makes itself have no such fields and their text as their argument.
+    message = str(getattr(error, "message", None) or (error.args[0] if error.args else type(error).__name__))
+    ours = _OURS.get(state)
+    if ours is UnknownJobError:
+        return UnknownJobError(message, job_id=job_id)
+    if ours is not None:
+        return ours(message)
+    kind = state[:2]
+    if state in _SESSION_OVER or kind in ("08", "53"):
+        if connecting or state in _NEVER_STARTED or kind == "53":
+            return DatabaseUnavailableError(f"PostgreSQL is not available: {message}", sqlstate=state, job_id=job_id)
+        return ConnectionLostError(f"PostgreSQL ended the session: {message}", sqlstate=state, job_id=job_id)
+    if state in _BUSY or kind == "40":
+        return DatabaseBusyError(message, sqlstate=state, job_id=job_id)
+    if state == "0A000" and isinstance(error, asyncpg.exceptions.InvalidCachedStatementError):
+        return DatabaseBusyError("the schema changed under this connection; try again", sqlstate=state, job_id=job_id)
+    if state in _MISSING_OBJECT and ("relay." in message or '"relay"' in message):
+        return SchemaMismatchError(
+            f"the schema `relay` is missing or not the one of this version ({message}): run `relay-dispatch db migrate`"
+        )
+    if state == "42501":
+        return TenancyDeniedError(f"{message}: this login needs a grant, see `relay-dispatch db grant`")
+    if state in _STALE_STATEMENT:
+        message += " (behind a transaction pooler set RELAY_DISPATCH_STATEMENT_CACHE_SIZE=0)"
+    return DatabaseError(message, sqlstate=state or None, job_id=job_id)
+
+
+# --- one connection -------------------------------------------------------------------------------------------------
+
+
+async def connect(
+    dsn: str,
+    *,
+    connect_timeout: float = 10.0,
+    command_timeout: float | None = 30.0,
+    statement_cache_size: int = 100,
+    application_name: str = "relay-dispatch",
+) -> Connection:
+    """Open one connection that belongs to no pool; close it with `close_connection`.
+
+    Timeouts are seconds.
+
+    Raises: ConfigurationError for a DSN that is none, DatabaseUnavailableError, DatabaseError (login refused).
+    """
+    with mapped_errors(connecting=True):
+        try:
+            # asyncpg's own timeout is per address; the outer one holds for all of them and for the name lookup.
+            with anyio.fail_after(connect_timeout + 0.5):
+                conn = await asyncpg.connect(
+                    dsn,
+                    timeout=connect_timeout,
+                    command_timeout=command_timeout,
+                    statement_cache_size=statement_cache_size,
+                    server_settings={"application_name": application_name},
+                )
+        except ValueError as error:
+            raise _unusable_dsn(error) from None
+    await _watch_socket(conn)
+    return conn
+
+
+def _unusable_dsn(error: ValueError) -> ConfigurationError:
+    # The text of the error may quote a part of the DSN, such as the half of a password behind an unescaped slash.
+    if isinstance(error, asyncpg.exceptions.ClientConfigurationError) and "scheme" in str(error):
+        return ConfigurationError("the DSN must begin with postgresql:// or postgres://")
+    return ConfigurationError(
+        f"the DSN cannot be used ({type(error).__name__}); user, password and database must be percent-encoded in it"
+    )
+
+
+async def close_connection(conn: Connection, seconds: float = _PUT_AWAY_SECONDS) -> None:
+    """Close `conn` within `seconds`, by force if need be; shielded from cancellation; never raises.
+
+    Idempotent: yes.
+    """
+    with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
+        if not conn.is_closed():
+            await conn.close(timeout=seconds)
+    conn.terminate()
+
+
+async def _watch_socket(conn: Connection) -> None:
+    """Have the kernel probe an idle connection (C01: asyncpg sets no keepalive): it keeps NAT entries alive and closes
+    what is half-open within about half a minute. Only a second belt, so a driver without this attribute is no error."""
+    transport: Any = getattr(conn, "_transport", None)
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+# --- the pool -------------------------------------------------------------------------------------------------------
+
+
+async def _no_reset(conn: Connection) -> None:
+    """Stand in for the pool's reset query, which costs a round trip on every release.
+
+    Safe because our statements leave nothing in a session: the tenant is bound for the transaction only, and we take no
+    advisory lock, cursor or LISTEN on a pooled connection. asyncpg still rolls an open transaction back.
+    """
+
+
+class Database:
+    """PostgreSQL as an SDK sees it: pooled connections for statements, dedicated ones for what must last.
+
+    An async context manager. With `wrap` it borrows the caller's pool and leaves it open.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        *,
+        min_size: int = 1,
+        max_size: int = 10,
+        statement_cache_size: int = 100,
+        connect_timeout: float = 10.0,
+        command_timeout: float = 30.0,
+        application_name: str = "relay-dispatch",
+    ) -> None:
+        """Timeouts are seconds. Nothing is opened before ``async with``."""
+        if min_size > max_size:
+            raise ConfigurationError(f"the pool's min_size ({min_size}) is above its max_size ({max_size})")
+        self._dsn: str | None = dsn
+        self._min_size = min_size
+        self._max_size = max_size
+        self._statement_cache_size = statement_cache_size
+        self._connect_timeout = connect_timeout
+        self._command_timeout = command_timeout
+        self._application_name = application_name
+        self._pool: Any = None
+        self._owns_pool = True
+
+    @classmethod
+    def wrap(cls, pool: Any, *, connect_timeout: float = 10.0) -> Database:
+        """Use a pool of asyncpg that the caller opened and will close; its own settings and reset hold.
+
+        `connect_timeout`: seconds to wait for a connection of it.
+        """
+        database = cls("", connect_timeout=connect_timeout)
+        database._dsn = None
+        database._pool = pool
+        database._owns_pool = False
+        return database
+
+    async def __aenter__(self) -> Self:
+        """Open the pool with its first connections.
+
+        Raises: as `connect`.
+        """
+        if not self._owns_pool:
+            return self
+        if self._pool is not None:
+            raise ConfigurationError("this Database is open already")
+        with mapped_errors(connecting=True):
+            try:
+                pool = asyncpg.create_pool(
+                    self._dsn,
+                    min_size=self._min_size,
+                    max_size=self._max_size,
+                    statement_cache_size=self._statement_cache_size,
+                    timeout=self._connect_timeout,
+                    command_timeout=self._command_timeout,
+                    server_settings={"application_name": self._application_name},
+                    init=_watch_socket,
+                    reset=_no_reset,
+                )
+                try:
+                    with anyio.fail_after(self._connect_timeout + 0.5):
+                        await pool
+                except BaseException:
+                    pool.terminate()
+                    raise
+            except ValueError as error:
+                raise _unusable_dsn(error) from None
+        self._pool = pool
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the pool if it is ours, by force where a connection does not come back in time."""
+        if not self._owns_pool or self._pool is None:
+            return
+        pool, self._pool = self._pool, None
+        try:
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _PUT_AWAY_SECONDS), mapped_errors():
+                await pool.close()
+        except RelayDispatchError:
+            pass  # what cannot be closed in good order is cut below; there is nobody to tell
+        finally:
+            pool.terminate()
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """Lend a pooled connection, with the errors of the block mapped. Not for user code: an `OSError` is taken for
+        the network's.
+
+        A connection that may be broken does not go back: it is cut, and the pool's other old ones with it, because what
+        broke one (a failover, a dead route) has most likely broken them too.
+
+        Raises: DatabaseUnavailableError where none is free or can be opened in time.
+        """
+        pool = self._pool
+        if pool is None:
+            raise DatabaseUnavailableError("this Database is not open")
+        with mapped_errors(connecting=True):
+            conn = await pool.acquire(timeout=self._connect_timeout)
+        try:
+            with mapped_errors():
+                yield conn
+        except DatabaseUnavailableError:
+            # asyncpg takes a connection back by itself when it sees it close.
+            with contextlib.suppress(asyncpg.InterfaceError):
+                conn.terminate()
+            await pool.expire_connections()
+            raise
+        finally:
+            # Shielded, or a cancelled block would leave its statement running. The timeout bounds the wait for
+            # asyncpg's cancel request; after it, asyncpg cuts the connection.
+            with anyio.CancelScope(shield=True), contextlib.suppress(asyncpg.InterfaceError, OSError):
+                await pool.release(conn, timeout=_PUT_AWAY_SECONDS)
+
+    async def connect_dedicated(self, name: str | None = None, *, dsn: str | None = None) -> Connection:
+        """Open a connection outside the pool, for the caller to close with `close_connection`.
+
+        `name` is added to the application name; `dsn` replaces the pool's.
+
+        Raises: as `connect`; ConfigurationError for a wrapped pool without `dsn`.
+        """
+        target = dsn or self._dsn
+        if not target:
+            raise ConfigurationError("a dedicated connection needs a DSN: none can be read from a pool that was given")
+        return await connect(
+            target,
+            connect_timeout=self._connect_timeout,
+            command_timeout=self._command_timeout,
+            statement_cache_size=self._statement_cache_size,
+            application_name=f"{self._application_name} {name}" if name else self._application_name,
+        )

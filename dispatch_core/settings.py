@@ -1,0 +1,129 @@
+"""Read the configuration: the one place where the environment and `pydantic` are known.
+
+A field's unit is in its name. The prefix of the environment variables is the class's `env_prefix`, so the field
+``connect_timeout_seconds`` is read from ``RELAY_DISPATCH_CONNECT_TIMEOUT_SECONDS``; an argument given in code comes
+before the environment. DSNs are `SecretStr`, so no repr, log line or traceback of a settings object shows a password.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Self
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dispatch_core.errors import ConfigurationError
+
+__all__ = ["CoreSettings", "Settings", "redact_dsn"]
+
+MIB: Final = 1024 * 1024
+
+
+class Settings(BaseSettings):
+    """What all settings classes share: immutable, nothing unknown accepted, no input value in any error text."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True)
+
+    @classmethod
+    def load(cls, **values: Any) -> Self:
+        """Read the settings; those in `values` that are not None come before the environment.
+
+        Raises: ConfigurationError, which names each wrong setting by field and environment variable, without values.
+        """
+        try:
+            return cls(**{name: value for name, value in values.items() if value is not None})
+        except ValidationError as error:
+            prefix = str(cls.model_config.get("env_prefix", ""))
+            problems = [
+                f"{'.'.join(str(part) for part in problem['loc']) or cls.__name__}"
+                f" ({(prefix + '_'.join(str(part) for part in problem['loc'])).upper()}): {problem['msg']}"
+                for problem in error.errors(include_input=False, include_url=False, include_context=False)
+            ]
+            # `from None`: the chained error of pydantic would be printed with it, and it is long.
+            raise ConfigurationError("; ".join(problems)) from None
+
+
+class CoreSettings(Settings):
+    """What both SDKs need to reach PostgreSQL."""
+
+    model_config = SettingsConfigDict(env_prefix="RELAY_DISPATCH_")
+
+    dsn: SecretStr | None = Field(
+        default=None, description="PostgreSQL, or the pooler before it, as a postgresql:// URL"
+    )
+    listen_dsn: SecretStr | None = Field(
+        default=None, description="PostgreSQL directly, for LISTEN, where a pooler stands before it; default: the dsn"
+    )
+    pool_min_size: int = Field(default=1, ge=0, le=1000, description="connections opened at start")
+    pool_max_size: int = Field(default=10, ge=1, le=1000, description="connections at most")
+    statement_cache_size: int = Field(
+        default=100, ge=0, description="prepared statements kept per connection; 0 behind a transaction pooler"
+    )
+    connect_timeout_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="for opening a connection or getting one of the pool",
+    )
+    command_timeout_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="for one statement, after which its connection is dropped",
+    )
+    application_name: str = Field(
+        default="relay-dispatch", min_length=1, max_length=40, description="shown in pg_stat_activity"
+    )
+    max_body_bytes: int = Field(default=8 * MIB, ge=0, le=512 * MIB, description="the largest request body")
+    probe_seconds: float = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="between two proofs that the listening connection hears",
+    )
+    probe_timeout_seconds: float = Field(
+        default=3.0, gt=0, le=600, allow_inf_nan=False, description="for one such proof, after which it connects anew"
+    )
+    reconnect_cap_seconds: float = Field(
+        default=10.0, gt=0, le=3600, allow_inf_nan=False, description="the longest pause between two tries to connect"
+    )
+
+    def require_dsn(self) -> str:
+        """Return the DSN, password and all.
+
+        Raises: ConfigurationError where none is set.
+        """
+        if self.dsn is None or not self.dsn.get_secret_value():
+            raise ConfigurationError("no DSN: give dsn= or set RELAY_DISPATCH_DSN")
+        return self.dsn.get_secret_value()
+
+    def require_listen_dsn(self) -> str:
+        """Return the DSN of the listening connection, password and all: `listen_dsn`, else `dsn`.
+
+        Raises: ConfigurationError where neither is set.
+        """
+        if self.listen_dsn is not None and self.listen_dsn.get_secret_value():
+            return self.listen_dsn.get_secret_value()
+        return self.require_dsn()
+
+
+_SECRET_PARAMETER: Final = re.compile(r"(?i)\b((?:ssl)?password|passfile)(\s*=\s*)('(?:[^'\\]|\\.)*'|[^&\s]*)")
+
+
+def redact_dsn(dsn: str | SecretStr) -> str:
+    """Return a DSN that can be shown to a person: without its password, wherever that is written.
+
+    Hides too much rather than too little: where a password holds an unescaped ``@``, ``/`` or ``:``, all from the first
+    colon to the last ``@`` is hidden.
+    """
+    text = dsn.get_secret_value() if isinstance(dsn, SecretStr) else dsn
+    scheme, separator, rest = text.partition("://")
+    if separator:
+        credentials, at, location = rest.rpartition("@")
+        user, colon, _ = credentials.partition(":")
+        text = f"{scheme}://{user}{':***' if colon else ''}{at}{location}"
+    return _SECRET_PARAMETER.sub(r"\1\2***", text)
