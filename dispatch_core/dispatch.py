@@ -1,0 +1,768 @@
+"""The dispatch room at its lowest floor: one method, one call of one SQL function in schema `relay`.
+
+Every method runs as a single statement on the connection it was given. Outside a transaction that statement is a
+transaction of its own, so what a method reports is committed when it returns; inside one it joins it and commits or
+rolls back with it. Tenants are bound inside the function and put back by it: nothing stays on the connection.
+
+What may be wrong with arguments is found before any SQL; what PostgreSQL refuses comes as one of ours (`errors`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Final, Literal
+from uuid import UUID
+
+from dispatch_core import codec
+from dispatch_core.database import Connection, mapped_errors
+from dispatch_core.errors import (
+    IdempotencyConflictError,
+    InvalidDeadlineError,
+    InvalidInputError,
+    InvalidResultError,
+    MalformedHeadersError,
+    TenancyUnboundError,
+)
+from dispatch_core.ids import new_id
+from dispatch_core.models import (
+    ClaimedJobs,
+    Completion,
+    DispatchJob,
+    DispatchRequest,
+    DispatchResult,
+    DispatchStatus,
+    EndedJob,
+    Headers,
+    MalformedJob,
+    PutBack,
+    Settled,
+    WriteOutcome,
+)
+
+__all__ = ["DEFAULT_TTL_SECONDS", "MAX_BODY_BYTES", "MAX_TTL_SECONDS", "EnqueueRow", "RelayDispatchRepository", "prepare"]
+
+DEFAULT_TTL_SECONDS: Final = 300.0
+MAX_TTL_SECONDS: Final = 7 * 86400.0
+MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+MAX_ERROR_BYTES: Final = 4000
+
+_ENQUEUE: Final = "select n, inserted from relay.enqueue($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
+_ENQUEUE_KEYED: Final = (
+    "select job_id, duplicate from relay.enqueue_keyed($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
+)
+_CLAIM_COLUMNS: Final = (
+    "outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt, max_attempts, fence, seq, created_at,"
+    " expires_at, remaining"
+)
+_CLAIM: Final = "select " + _CLAIM_COLUMNS + " from relay.claim($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
+_CLAIM_AGAIN: Final = "select " + _CLAIM_COLUMNS + " from relay.claim_again($1, $2, $3, $4, $5, $6)"
+_FETCH_BODY: Final = "select body from relay.fetch_body($1, $2, $3, $4, $5)"
+_HEARTBEAT: Final = "select n, outcome from relay.heartbeat($1, $2, $3, $4, $5, $6)"
+_COMPLETE: Final = "select n, outcome, status from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
+_RETRY: Final = "select n, outcome, status from relay.retry($1, $2, $3, $4, $5, $6, $7, $8, $9)"
+_RELEASE: Final = "select n, outcome, status from relay.release($1, $2, $3, $4, $5, $6)"
+_RECLAIM: Final = "select tenant_id, relay_id, job_id, status from relay.reclaim($1, $2, $3, $4)"
+_POLL: Final = (
+    "select n, job_id, status, attempt, response_status, response_headers, response_body, error_code, error_message,"
+    " created_at, claimed_at, completed_at, expires_at, remaining from relay.poll($1, $2)"
+)
+_MARK_EXPIRED: Final = "select n, outcome, relay_id, was_claimed from relay.mark_expired($1, $2)"
+_LIST: Final = "select * from relay.list_jobs($1, $2, $3, $4, $5)"
+_SWEEP: Final = "select sweep, tenant_id, relay_id, job_id, status from relay.run_sweeps($1, $2, $3, $4, $5)"
+_PURGE: Final = "select relay.purge($1, $2, $3)"
+_CHANNEL: Final = "select relay.channel($1, $2, $3)"
+_NOW: Final = "select relay.now()"
+
+_APPLIED: Final = WriteOutcome.APPLIED
+_OUTCOMES: Final = {outcome.value: outcome for outcome in WriteOutcome}
+_STATUSES: Final = {status.value: status for status in DispatchStatus}
+# Settled values are few and immutable, so that a batch of completions makes no object per row.
+_SETTLED: Final = {
+    (outcome.value, status): Settled(outcome, _STATUSES[status] if status else None)
+    for outcome in WriteOutcome
+    for status in (None, *_STATUSES)
+}
+
+
+class EnqueueRow:
+    """One checked request, as the columns of the enqueue call. Made by `prepare`; nothing in it can be refused for
+    its form any more."""
+
+    __slots__ = (
+        "body",
+        "delay",
+        "expires_at",
+        "headers",
+        "idempotency_key",
+        "job_id",
+        "max_attempts",
+        "operation",
+        "relay_id",
+        "ttl",
+    )
+
+    def __init__(
+        self,
+        job_id: UUID,
+        relay_id: str,
+        operation: str,
+        headers: str,
+        body: bytes,
+        max_attempts: int,
+        ttl: timedelta | None,
+        expires_at: datetime | None,
+        delay: timedelta | None,
+        idempotency_key: str | None,
+    ) -> None:
+        self.job_id = job_id
+        self.relay_id = relay_id
+        self.operation = operation
+        self.headers = headers
+        self.body = body
+        self.max_attempts = max_attempts
+        self.ttl = ttl
+        self.expires_at = expires_at
+        self.delay = delay
+        self.idempotency_key = idempotency_key
+
+    @property
+    def size(self) -> int:
+        """Return about how many bytes the row has on the wire."""
+        return len(self.body) + len(self.headers) + 200
+
+
+_DEFAULT_TTL: Final = timedelta(seconds=DEFAULT_TTL_SECONDS)
+
+
+def prepare(
+    request: DispatchRequest,
+    *,
+    default_ttl_seconds: float = DEFAULT_TTL_SECONDS,
+    max_ttl_seconds: float = MAX_TTL_SECONDS,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> EnqueueRow:
+    """Check a request and turn it into a row, with a new job id.
+
+    Raises: InvalidNameError, InvalidHeadersError, InvalidBodyError, InvalidDeadlineError, InvalidInputError; all before
+    any SQL.
+    """
+    attempts = request.max_attempts
+    if attempts.__class__ is not int or not 1 <= attempts < 2**31:
+        raise InvalidInputError(f"max_attempts must be a whole number from 1 up, not {attempts!r}")
+    ttl: timedelta | None = None
+    if request.expires_at is not None:
+        if request.ttl is not None:
+            raise InvalidDeadlineError("give ttl or expires_at, not both")
+        _check_expires_at(request.expires_at, max_ttl_seconds)
+    elif request.ttl is None:
+        ttl = _DEFAULT_TTL if default_ttl_seconds == DEFAULT_TTL_SECONDS else timedelta(seconds=default_ttl_seconds)
+    else:
+        ttl = _duration("ttl", request.ttl, max_ttl_seconds)
+        if not ttl:
+            raise InvalidDeadlineError("ttl must be positive")
+    delay = None if request.delay is None else _duration("delay", request.delay, max_ttl_seconds)
+    key = request.idempotency_key
+    return EnqueueRow(
+        new_id(),
+        codec.check_name("relay_id", request.relay_id),
+        codec.check_name("operation", request.operation),
+        codec.encode_headers(request.headers),
+        codec.encode_body(request.body, request.json, max_bytes=max_body_bytes),
+        attempts,
+        ttl,
+        request.expires_at,
+        delay,
+        None if key is None else codec.check_name("idempotency_key", key),
+    )
+
+
+def _duration(name: str, value: object, limit_seconds: float) -> timedelta:
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        raise InvalidDeadlineError(f"{name} must be seconds or a timedelta, not {type(value).__name__}")
+    if not math.isfinite(seconds) or seconds < 0:
+        raise InvalidDeadlineError(f"{name} must be finite and not negative, not {seconds} s")
+    if seconds > limit_seconds:
+        raise InvalidDeadlineError(f"{name} is {seconds:g} s; at most {limit_seconds:g} s are allowed")
+    # Rounded up: PostgreSQL counts microseconds, and a positive duration must not become zero.
+    return timedelta(microseconds=math.ceil(seconds * 1_000_000))
+
+
+def _check_expires_at(value: object, max_ttl_seconds: float) -> None:
+    if not isinstance(value, datetime) or value.tzinfo is None or value.utcoffset() is None:
+        raise InvalidDeadlineError("expires_at must be an aware datetime")
+    ahead = value.timestamp() - time.time()
+    # This clock may differ from the database's, which decides whether the time has passed; so only the far end here,
+    # with an hour's grace.
+    if ahead > max_ttl_seconds + 3600:
+        raise InvalidDeadlineError(f"expires_at is {ahead:.0f} s ahead; at most {max_ttl_seconds:g} s are allowed")
+
+
+class RelayDispatchRepository:
+    """The dispatch verbs on one connection.
+
+    `tenant` None: the tenant that the caller has bound on the connection as `app.tenant_id`; with none there, every
+    method raises `TenancyUnboundError`. The connection is the caller's; it must not be used by two tasks at once.
+    """
+
+    __slots__ = ("_conn", "_tenant")
+
+    def __init__(self, conn: Connection, tenant: str | None = None) -> None:
+        if tenant == "":
+            raise TenancyUnboundError("'' is no tenant")
+        self._conn = conn
+        self._tenant = None if tenant is None else codec.check_name("tenant", tenant)
+
+    @property
+    def tenant(self) -> str | None:
+        return self._tenant
+
+    # --- gateway verbs --------------------------------------------------------------------------------------------
+
+    async def enqueue(
+        self,
+        relay_id: str,
+        operation: str,
+        headers: Headers | None = None,
+        body: bytes | str | None = None,
+        *,
+        json: Any = codec.UNSET,
+        ttl: float | timedelta | None = None,
+        expires_at: datetime | None = None,
+        delay: float | timedelta | None = None,
+        max_attempts: int = 1,
+        idempotency_key: str | None = None,
+        notify: bool = False,
+    ) -> UUID:
+        """Store one job and return its id; with a key that is in use for the same request, the id of that job.
+
+        Transaction: joins the caller's, or is one of its own. Idempotent: by `idempotency_key`, where given.
+        `notify` rings the relay in the same transaction. Raises: as `prepare`, and IdempotencyConflictError.
+        """
+        request = DispatchRequest(
+            relay_id=relay_id,
+            operation=operation,
+            headers=headers,
+            body=body,
+            json=json,
+            ttl=ttl,
+            expires_at=expires_at,
+            delay=delay,
+            max_attempts=max_attempts,
+            idempotency_key=idempotency_key,
+        )
+        row = prepare(request)
+        if row.idempotency_key is not None:
+            return (await self.enqueue_keyed_row(row, notify=notify))[0]
+        await self.enqueue_rows([row], notify=notify)
+        return row.job_id
+
+    async def enqueue_many(self, requests: Iterable[DispatchRequest], *, notify: bool = False) -> list[UUID]:
+        """Store all the jobs or none, in one statement; the ids come in the order of the requests.
+
+        Transaction: joins the caller's, or is one of its own. Requests with an idempotency key are refused here: each
+        may have to wait for another transaction, and would hold up the rest. Raises: as `prepare`.
+        """
+        rows = [prepare(request) for request in requests]
+        if any(row.idempotency_key is not None for row in rows):
+            raise InvalidInputError("enqueue_many takes no idempotency keys: use enqueue")
+        await self.enqueue_rows(rows, notify=notify)
+        return [row.job_id for row in rows]
+
+    async def enqueue_rows(self, rows: Sequence[EnqueueRow], *, notify: bool = False) -> list[bool]:
+        """Store prepared rows; per row, whether it was new.
+
+        Idempotent: by job id, so that a call whose reply was lost can be made again with the same rows.
+        """
+        if not rows:
+            return []
+        with mapped_errors():
+            records = await self._conn.fetch(
+                _ENQUEUE,
+                self._tenant,
+                [row.job_id for row in rows],
+                [row.relay_id for row in rows],
+                [row.operation for row in rows],
+                [row.headers for row in rows],
+                [row.body for row in rows],
+                [row.max_attempts for row in rows],
+                [row.ttl for row in rows],
+                [row.expires_at for row in rows],
+                [row.delay for row in rows],
+                notify,
+            )
+        return [record[1] for record in records]
+
+    async def enqueue_keyed_row(
+        self, row: EnqueueRow, *, lock_timeout_seconds: float = 5.0, notify: bool = False
+    ) -> tuple[UUID, bool]:
+        """Store one prepared row under its idempotency key; return the job's id and whether it was there before.
+
+        Waits at most `lock_timeout_seconds` for another transaction that is storing the same key, then raises
+        DatabaseBusyError. Idempotent: by tenant and key. Raises: IdempotencyConflictError.
+        """
+        try:
+            with mapped_errors(job_id=row.job_id):
+                record = await self._conn.fetchrow(
+                    _ENQUEUE_KEYED,
+                    self._tenant,
+                    row.job_id,
+                    row.relay_id,
+                    row.operation,
+                    row.headers,
+                    row.body,
+                    row.max_attempts,
+                    row.ttl,
+                    row.expires_at,
+                    row.delay,
+                    row.idempotency_key,
+                    timedelta(seconds=lock_timeout_seconds),
+                    notify,
+                )
+        except IdempotencyConflictError as error:
+            error.tenant_id, error.key = self._tenant, row.idempotency_key
+            raise
+        assert record is not None
+        return record[0], record[1]
+
+    async def poll_status(self, job_id: UUID) -> DispatchResult | None:
+        """Return where the job stands; None for an unknown id, and for another tenant's just so.
+
+        Changes nothing. Raises: MalformedHeadersError where the stored response headers are no map of headers.
+        """
+        result = (await self.poll_many([job_id])).get(job_id)
+        if isinstance(result, MalformedHeadersError):
+            raise result
+        return result
+
+    async def poll_many(self, job_ids: Iterable[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
+        """Return where each known job stands; ids unknown to the tenant are missing from the answer.
+
+        A job whose stored response headers are malformed has the error as its answer and hurts no other.
+        """
+        ids = list(dict.fromkeys(job_ids))
+        if not ids:
+            return {}
+        with mapped_errors(job_id=ids[0] if len(ids) == 1 else None):
+            records = await self._conn.fetch(_POLL, self._tenant, ids)
+        results: dict[UUID, DispatchResult | MalformedHeadersError] = {}
+        for record in records:
+            job_id = ids[record[0] - 1]
+            headers: dict[str, str | list[str]] | None = None
+            if record[5] is not None:
+                try:
+                    headers = codec.decode_headers(record[5], job_id)
+                except MalformedHeadersError as error:
+                    results[job_id] = error
+                    continue
+            results[job_id] = DispatchResult(
+                job_id,
+                _STATUSES[record[2]],
+                record[4],
+                headers,
+                record[6],
+                record[7],
+                record[8],
+                record[3],
+                record[9],
+                record[10],
+                record[11],
+                record[12],
+                record[13].total_seconds(),
+            )
+        return results
+
+    async def mark_expired(self, job_id: UUID) -> int:
+        """Withdraw a job: 1 if it was pending or claimed and is now `expired`, else 0.
+
+        Does not look at the clock. Idempotent: yes, the second call returns 0.
+        """
+        return len(await self.mark_expired_many([job_id]))
+
+    async def mark_expired_many(self, job_ids: Sequence[UUID]) -> list[tuple[EndedJob, bool]]:
+        """Withdraw jobs; return those that this call ended, and whether a relay was at work on each."""
+        with mapped_errors():
+            records = await self._conn.fetch(_MARK_EXPIRED, self._tenant, job_ids)
+        return [
+            (EndedJob(self._tenant or "", record[2], job_ids[record[0] - 1], DispatchStatus.EXPIRED), record[3])
+            for record in records
+            if record[1] == "applied"
+        ]
+
+    async def list_jobs(
+        self,
+        *,
+        relay_id: str | None = None,
+        status: DispatchStatus | str | None = None,
+        limit: int = 50,
+        before: UUID | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return the newest jobs first, without bodies; `before` is the last id of the page before. For people."""
+        with mapped_errors():
+            records = await self._conn.fetch(
+                _LIST, self._tenant, relay_id, None if status is None else str(status), limit, before
+            )
+        return [dict(record) for record in records]
+
+    async def purge(self, keep_seconds: float, *, limit: int = 1000) -> int:
+        """Remove at most `limit` jobs that ended more than `keep_seconds` ago; return how many."""
+        with mapped_errors():
+            count = await self._conn.fetchval(_PURGE, self._tenant, timedelta(seconds=keep_seconds), limit)
+        return int(count)
+
+    # --- relay verbs ----------------------------------------------------------------------------------------------
+
+    async def claim(
+        self,
+        relay_id: str,
+        *,
+        claimed_by: str,
+        limit: int = 1,
+        claim_id: UUID | None = None,
+        lease_seconds: float = 30.0,
+        tenants: Sequence[str | None] | None = None,
+        after: Sequence[int] | None = None,
+        start: int = 0,
+        body_limit_bytes: int = 65536,
+    ) -> ClaimedJobs:
+        """Claim at most `limit` jobs of the relay, the lowest `seq` first; never waits for a lock.
+
+        `claimed_by` is the id of this relay instance, new at every start. `tenants` (default: the repository's own)
+        take turns from `start`; `after` is a cursor for each, and without it the claim starts at zero. Bodies over
+        `body_limit_bytes` come as `body_pending`: see `fetch_body`. Not idempotent: after a lost reply ask
+        `claim_again` with the same `claim_id`.
+        """
+        names = [self._tenant] if tenants is None else list(tenants)
+        sent_at = time.monotonic()
+        with mapped_errors():
+            records = await self._conn.fetch(
+                _CLAIM,
+                relay_id,
+                names,
+                limit,
+                claimed_by,
+                claim_id or new_id(),
+                timedelta(seconds=lease_seconds),
+                after,
+                start,
+                body_limit_bytes,
+                4 * 1024 * 1024,
+            )
+        return _claimed(records, relay_id, sent_at)
+
+    async def claim_again(
+        self,
+        relay_id: str,
+        *,
+        claimed_by: str,
+        claim_id: UUID,
+        tenants: Sequence[str | None] | None = None,
+        body_limit_bytes: int = 65536,
+    ) -> ClaimedJobs:
+        """Return the jobs that `claim_id` has taken and that are still its own. Idempotent: yes; changes nothing."""
+        names = [self._tenant] if tenants is None else list(tenants)
+        sent_at = time.monotonic()
+        with mapped_errors():
+            records = await self._conn.fetch(
+                _CLAIM_AGAIN, relay_id, names, claimed_by, claim_id, body_limit_bytes, 4 * 1024 * 1024
+            )
+        return _claimed(records, relay_id, sent_at)
+
+    async def fetch_body(self, job: DispatchJob, *, claimed_by: str) -> bool:
+        """Fill in the body of a `body_pending` job; False when the claim is not the caller's any more."""
+        with mapped_errors(job_id=job.job_id):
+            record = await self._conn.fetchrow(
+                _FETCH_BODY, job.relay_id, job.tenant_id, job.job_id, job.fence, claimed_by
+            )
+        if record is None:
+            return False
+        job.body, job.body_pending = record[0], False
+        return True
+
+    async def heartbeat(
+        self,
+        relay_id: str,
+        claims: Sequence[tuple[str | None, UUID, int]],
+        *,
+        claimed_by: str,
+        lease_seconds: float = 30.0,
+    ) -> list[WriteOutcome]:
+        """Renew the lease of each (tenant, job id, fence); the outcomes come in the same order.
+
+        `stale`: the claim is lost, stop the handler. `busy`: somebody has the row locked this moment.
+        """
+        if not claims:
+            return []
+        with mapped_errors():
+            records = await self._conn.fetch(
+                _HEARTBEAT,
+                relay_id,
+                claimed_by,
+                [claim[0] or self._tenant for claim in claims],
+                [claim[1] for claim in claims],
+                [claim[2] for claim in claims],
+                timedelta(seconds=lease_seconds),
+            )
+        outcomes = [WriteOutcome.STALE] * len(claims)
+        for record in records:
+            outcomes[record[0] - 1] = _OUTCOMES[record[1]]
+        return outcomes
+
+    async def complete(
+        self,
+        job_id: UUID,
+        relay_id: str,
+        fence: int,
+        claimed_by: str,
+        status: Literal["succeeded", "failed"] | DispatchStatus = "succeeded",
+        response_status: int | None = None,
+        response_headers: Headers | None = None,
+        response_body: bytes | str | None = None,
+        error_code: str | None = None,
+        error_message: str | None = None,
+    ) -> int:
+        """End a claimed job: 1 if this call did it, else 0.
+
+        0 means: unknown, another tenant's or relay's, not claimed, not this claim, completed before, or past its
+        deadline. Idempotent: by (job id, fence, claimed_by). Raises: InvalidHeadersError, InvalidBodyError,
+        InvalidInputError, before any SQL.
+        """
+        completion = Completion(
+            job_id,
+            fence,
+            self._tenant,
+            str(status),
+            response_status,
+            response_headers,
+            None if response_body is None else codec.encode_body(response_body, max_bytes=MAX_BODY_BYTES),
+            error_code,
+            error_message,
+        )
+        settled = await self.complete_many(relay_id, [completion], claimed_by=claimed_by)
+        return 1 if settled[0].outcome is _APPLIED else 0
+
+    async def complete_many(
+        self, relay_id: str, completions: Sequence[Completion], *, claimed_by: str
+    ) -> list[Settled]:
+        """End claimed jobs in one statement; what became of each comes in the same order.
+
+        Idempotent: a completion that an earlier call applied reads `repeated`. One past its deadline reads `stale` with
+        status `expired`. Raises: InvalidHeadersError, InvalidResultError, before any SQL.
+        """
+        if not completions:
+            return []
+        tenant = self._tenant
+        for item in completions:
+            if item.status != "succeeded" and item.status != "failed":
+                raise InvalidInputError(f"a job completes as succeeded or failed, not {item.status!r}")
+            if item.response_status is not None and not _is_bigint(item.response_status):
+                raise InvalidResultError("response_status must be a whole number that fits 64 bits")
+        with mapped_errors(job_id=completions[0].job_id if len(completions) == 1 else None):
+            records = await self._conn.fetch(
+                _COMPLETE,
+                relay_id,
+                claimed_by,
+                [item.tenant_id or tenant for item in completions],
+                [item.job_id for item in completions],
+                [item.fence for item in completions],
+                [item.status for item in completions],
+                [item.response_status for item in completions],
+                [
+                    None if item.response_headers is None else codec.encode_headers(item.response_headers)
+                    for item in completions
+                ],
+                [item.response_body for item in completions],
+                [None if item.error_code is None else codec.sanitize(item.error_code, 200) for item in completions],
+                [
+                    None if item.error_message is None else codec.sanitize(item.error_message, MAX_ERROR_BYTES)
+                    for item in completions
+                ],
+            )
+        return _in_order(records, len(completions))
+
+    async def retry(self, relay_id: str, items: Sequence[PutBack], *, claimed_by: str) -> list[Settled]:
+        """Put claimed jobs back, to run again after their delay; or end them where that cannot be.
+
+        Status `pending`: it will run again. `failed`: no attempt was left, or the delay reaches past the deadline.
+        `expired`: the deadline has passed. Idempotent: no; after a lost reply the second call may read `stale`.
+        """
+        if not items:
+            return []
+        with mapped_errors():
+            records = await self._conn.fetch(
+                _RETRY,
+                relay_id,
+                claimed_by,
+                [item.tenant_id or self._tenant for item in items],
+                [item.job_id for item in items],
+                [item.fence for item in items],
+                [_duration("delay", item.delay, MAX_TTL_SECONDS) for item in items],
+                [item.give_back for item in items],
+                [codec.sanitize(item.error_code, 200) for item in items],
+                [
+                    None if item.error_message is None else codec.sanitize(item.error_message, MAX_ERROR_BYTES)
+                    for item in items
+                ],
+            )
+        return _in_order(records, len(items))
+
+    async def release(
+        self, relay_id: str, claims: Sequence[tuple[str | None, UUID, int, bool]], *, claimed_by: str
+    ) -> list[Settled]:
+        """Give claimed jobs up, each (tenant, job id, fence, started): for a relay that stops.
+
+        Not started: the attempt is given back and the job is pending at once. Started: pending at once while attempts
+        remain, else `failed`, `S2R-RELAY-STOPPED`. Idempotent: no, as `retry`.
+        """
+        if not claims:
+            return []
+        with mapped_errors():
+            records = await self._conn.fetch(
+                _RELEASE,
+                relay_id,
+                claimed_by,
+                [claim[0] or self._tenant for claim in claims],
+                [claim[1] for claim in claims],
+                [claim[2] for claim in claims],
+                [claim[3] for claim in claims],
+            )
+        return _in_order(records, len(claims))
+
+    async def reclaim(
+        self,
+        relay_id: str | None = None,
+        *,
+        lease_seconds: float = 30.0,
+        limit: int = 500,
+        tenants: Sequence[str | None] | None = None,
+    ) -> list[EndedJob]:
+        """Take back claims whose lease has run out: pending again while attempts remain, else `failed`,
+        `S2R-LEASE-LOST`.
+
+        Does nothing before this connection is `lease_seconds` old: after a restart the holders get one lease to come
+        back. `relay_id` None: of all relays, for a login that is bound to all.
+        """
+        names = [self._tenant] if tenants is None else list(tenants)
+        with mapped_errors():
+            records = await self._conn.fetch(_RECLAIM, relay_id, names, limit, timedelta(seconds=lease_seconds))
+        return [EndedJob(record[0], record[1], record[2], _STATUSES[record[3]]) for record in records]
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    async def run_sweeps(
+        self,
+        relay_id: str | None = None,
+        *,
+        lease_seconds: float = 30.0,
+        keep_seconds: float | None = None,
+        limit: int = 500,
+        every_seconds: tuple[float, float, float, float] = (5.0, 5.0, 2.0, 60.0),
+    ) -> list[EndedJob]:
+        """Do whatever sweeps are due for this login, over all its tenants; return the jobs that ended or went back.
+
+        `every_seconds`: the intervals of expire, lease, promote and purge. `keep_seconds` None: nothing is purged.
+        """
+        with mapped_errors():
+            records = await self._conn.fetch(
+                _SWEEP,
+                relay_id,
+                limit,
+                timedelta(seconds=lease_seconds),
+                None if keep_seconds is None else timedelta(seconds=keep_seconds),
+                [timedelta(seconds=seconds) for seconds in every_seconds],
+            )
+        return [
+            EndedJob(record[1], record[2], record[3], _STATUSES[record[4]])
+            for record in records
+            if record[3] is not None
+        ]
+
+    async def channel(self, kind: Literal["wake", "result"], relay_id: str | None = None) -> str:
+        """Return the channel to LISTEN on. Raises: TenancyDeniedError for a login that may not."""
+        with mapped_errors():
+            name = await self._conn.fetchval(_CHANNEL, kind, self._tenant, relay_id)
+        return str(name)
+
+    async def now(self) -> datetime:
+        """Return the database's clock at this moment, aware. Raises: TenancyUnboundError, as every method does."""
+        if self._tenant is None:
+            with mapped_errors():
+                await self._conn.fetchval("select relay.bound_tenant()")
+        with mapped_errors():
+            value = await self._conn.fetchval(_NOW)
+        assert isinstance(value, datetime)
+        return value
+
+
+def _is_bigint(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _in_order(records: Sequence[Any], count: int) -> list[Settled]:
+    settled: list[Settled] = [_SETTLED["stale", None]] * count
+    for n, outcome, status in records:
+        settled[n - 1] = _SETTLED[outcome, status]
+    return settled
+
+
+def _claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJobs:
+    claimed = ClaimedJobs()
+    jobs = claimed.jobs
+    for record in records:
+        (
+            outcome,
+            tenant,
+            job_id,
+            operation,
+            headers,
+            body,
+            body_bytes,
+            attempt,
+            max_attempts,
+            fence,
+            seq,
+            created_at,
+            expires_at,
+            remaining,
+        ) = record
+        if outcome == "delayed":
+            claimed.next_due[tenant] = remaining.total_seconds()
+            continue
+        claimed.looked_at += 1
+        claimed.counts[tenant] = claimed.counts.get(tenant, 0) + 1
+        # Ascending within a tenant, so the last one is the highest.
+        claimed.cursors[tenant] = seq
+        if outcome == "expired":
+            claimed.expired.append(EndedJob(tenant, relay_id, job_id, DispatchStatus.EXPIRED))
+            continue
+        try:
+            decoded = {} if headers == "{}" else codec.decode_headers(headers, job_id)
+        except MalformedHeadersError as error:
+            claimed.malformed.append(MalformedJob(job_id, tenant, attempt, fence, error))
+            continue
+        jobs.append(
+            DispatchJob(
+                job_id,
+                tenant,
+                relay_id,
+                operation,
+                decoded,
+                b"" if body is None else body,
+                attempt,
+                max_attempts,
+                fence,
+                created_at,
+                expires_at,
+                # From before the call was sent: never later than the true deadline.
+                sent_at + remaining.total_seconds(),
+                seq,
+                body is None and body_bytes > 0,
+            )
+        )
+    return claimed

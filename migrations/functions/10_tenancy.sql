@@ -1,0 +1,116 @@
+-- role: relay_api
+--
+-- Tenancy: binding a tenant for one call, and the bindings of logins.
+--
+--   relay.bind_tenant(tenant, relay, kinds)  opens every verb
+--   relay.unbind_tenant(before)              ends every verb
+--   relay.grant_binding(login, kind, …)      for operators of the database
+--   relay.revoke_binding(login, kind, …)
+--   relay.now()                              the clock that every deadline and lease is measured by
+--
+-- Functions are owned by relay_api, which owns no table, is not a superuser and has no BYPASSRLS: row security binds them.
+
+-- Guarantees: the tenant is bound for the rest of the transaction, by SET LOCAL, until unbind_tenant puts back what was
+--   there. p_tenant null = the tenant that the caller has bound. Returns what was bound before ('' = nothing).
+--   p_kinds null = a binding of any kind will do.
+-- Errors: S2001 no tenant given and none bound, or ''; S2002 the caller has bound another one; S2003 the login of this
+--   session has no binding that covers the tenant (and, where p_relay is given, that relay).
+-- Locks: none above ACCESS SHARE.
+create or replace function relay.bind_tenant(p_tenant text, p_relay text default null, p_kinds text[] default null)
+returns text
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_before text := coalesce(current_setting('app.tenant_id', true), '');
+  v_tenant text := coalesce(p_tenant, v_before);
+begin
+  if v_tenant = '' then
+    raise exception 'no tenant was given, and none is bound on this connection' using errcode = 'S2001';
+  end if;
+  if v_before not in ('', v_tenant) then
+    raise exception 'another tenant is bound on this connection' using errcode = 'S2002';
+  end if;
+  if not exists (
+    select 1 from relay.role_binding b
+    where b.role_oid = to_regrole(quote_ident(session_user))
+      and (b.tenant_id = v_tenant or b.tenant_id is null)
+      and (p_relay is null or b.relay_id = p_relay or b.relay_id is null)
+      and (p_kinds is null or b.kind = any (p_kinds))
+  ) then
+    raise exception 'login % has no binding for this tenant%', session_user,
+      case when p_relay is null then '' else ' and relay' end using errcode = 'S2003';
+  end if;
+  if v_before <> v_tenant then
+    -- SET LOCAL from a nested function, not set_config in the verb: only this reaches the shards of a Citus cluster,
+    -- and only with the first line, which elsewhere sets a name that nobody reads.
+    perform set_config('citus.propagate_set_commands', 'local', true);
+    execute format('set local app.tenant_id = %L', v_tenant);
+  end if;
+  return v_before;
+end $$;
+
+-- Guarantees: the setting is as it was before bind_tenant. (SET LOCAL would last to the end of the caller's transaction.)
+create or replace function relay.unbind_tenant(p_before text) returns void
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if current_setting('app.tenant_id', true) is distinct from p_before then
+    execute format('set local app.tenant_id = %L', p_before);
+  end if;
+end $$;
+
+-- Guarantees: true when the login of this session is bound for *all* relays of the tenant, in one of the kinds.
+create or replace function relay.login_is(p_kinds text[], p_tenant text) returns boolean
+language sql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+  select exists (
+    select 1 from relay.role_binding b
+    where b.role_oid = to_regrole(quote_ident(session_user)) and b.kind = any (p_kinds)
+      and (b.tenant_id = p_tenant or b.tenant_id is null) and b.relay_id is null)
+$$;
+
+-- Guarantees: the login may act for the tenant (null = every tenant) and relay (null = every relay), as that kind.
+--   Made again, it changes nothing. Only the owner roles and superusers may call it.
+-- Errors: 42704 no such login; 23514 an empty tenant or relay.
+create or replace function relay.grant_binding(p_login text, p_kind text, p_tenant text, p_relay text) returns void
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  insert into relay.role_binding (role_oid, kind, tenant_id, relay_id)
+  values (quote_ident(p_login)::regrole, p_kind, p_tenant, p_relay)
+  on conflict do nothing;
+end $$;
+
+-- Guarantees: that very binding is gone; returns 1 if it was there, else 0.
+create or replace function relay.revoke_binding(p_login text, p_kind text, p_tenant text, p_relay text) returns bigint
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_count bigint;
+begin
+  delete from relay.role_binding b
+  where b.role_oid = quote_ident(p_login)::regrole and b.kind = p_kind
+    and b.tenant_id is not distinct from p_tenant and b.relay_id is not distinct from p_relay;
+  get diagnostics v_count = row_count;
+  return v_count;
+end $$;
+
+-- Guarantees: the bindings of the calling login; no other login's.
+create or replace function relay.my_bindings() returns table (kind text, tenant_id text, relay_id text)
+language sql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+  select b.kind, b.tenant_id, b.relay_id from relay.role_binding b
+  where b.role_oid = to_regrole(quote_ident(session_user)) order by 1, 2, 3
+$$;
+
+-- Guarantees: the database's clock at this moment, also inside a transaction (now() stands still there).
+create or replace function relay.now() returns timestamptz
+language sql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$ select clock_timestamp() $$;

@@ -1,0 +1,79 @@
+-- role: relay_api
+--
+-- Wake-ups. NOTIFY is a hint, the tables are the truth.
+--
+--   wake channel    one per (tenant, relay): '' = there is work; job ids = jobs that were withdrawn
+--   result channel  one per tenant: job ids that have ended
+--
+-- LISTEN and NOTIFY know no rights. So a name is a digest over a secret of this installation, and is told only to a
+-- login that is bound; ringing goes through relay.ring, which tells no name to anybody.
+
+-- Guarantees: a pure function of secret, kind, tenant and relay: lower case, ASCII, 44 bytes (PostgreSQL cuts a name at 63).
+--   The lengths keep ('a', 'bc') and ('ab', 'c') apart.
+create or replace function relay.channel_name(p_kind text, p_tenant text, p_relay text) returns text
+language sql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+  select 's2r_' || left(encode(sha256(
+           i.secret || convert_to(p_kind || ':' || octet_length(p_tenant) || ':' || p_tenant || ':' || coalesce(p_relay, ''),
+                                  'UTF8')), 'hex'), 40)
+  from relay.installation i
+$$;
+
+-- Guarantees: the channel's name, for a login that may listen there: 'wake' needs a binding for tenant and relay, 'result'
+--   one as gateway or operator for the tenant.
+-- Errors: S2001, S2002, S2003, S2020 (an unknown kind).
+create or replace function relay.channel(p_kind text, p_tenant text, p_relay text default null) returns text
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, p_relay);
+  v_tenant text := coalesce(p_tenant, v_before);
+begin
+  perform relay.unbind_tenant(v_before);
+  if p_kind = 'wake' and p_relay <> '' then
+    return relay.channel_name('wake', v_tenant, p_relay);
+  elsif p_kind = 'result' and p_relay is null then
+    if not relay.login_is(array['gateway', 'operator'], v_tenant) then
+      raise exception 'login % may not listen for the results of this tenant', session_user using errcode = 'S2003';
+    end if;
+    return relay.channel_name('result', v_tenant, null);
+  end if;
+  raise exception 'channel kind must be wake (with a relay) or result (without)' using errcode = 'S2020';
+end $$;
+
+-- Guarantees: one NOTIFY per channel and 200 job ids, at this transaction's commit. The arrays go side by side:
+--   kind 'wake' (tenant, relay), 'cancel' (tenant, relay, job id), 'result' (tenant, job id). Ringing for nothing is harmless.
+-- Errors: S2003 when the login is not bound to one of the tenants or relays; then nothing is rung.
+-- Locks: the commit takes the database-wide notification lock until its WAL is flushed. Call it with
+--   synchronous_commit = off, after the commit that it tells of.
+create or replace function relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) returns bigint
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_ring record;
+  v_before text;
+  v_count bigint := 0;
+begin
+  for v_ring in
+    select r.kind, r.tenant, r.relay, coalesce(string_agg(replace(r.job_id::text, '-', ''), ','), '') as payload
+    from (
+      select u.kind, u.tenant, case when u.kind = 'result' then null else u.relay end as relay,
+             case when u.kind = 'wake' then null else u.job_id end as job_id,
+             -- 33 bytes an id: 200 of them stay below the 8000 bytes that a payload may have.
+             (row_number() over (partition by u.kind, u.tenant, u.relay) - 1) / 200 as part
+      from unnest(p_kinds, p_tenants, p_relays, p_job_ids) as u (kind, tenant, relay, job_id)
+    ) r
+    group by r.kind, r.tenant, r.relay, case when r.kind = 'wake' then 0 else r.part end
+  loop
+    v_before := relay.bind_tenant(v_ring.tenant, v_ring.relay);
+    perform pg_notify(
+      relay.channel_name(case when v_ring.kind = 'result' then 'result' else 'wake' end,
+                         coalesce(v_ring.tenant, v_before), v_ring.relay), v_ring.payload);
+    perform relay.unbind_tenant(v_before);
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+end $$;

@@ -1,0 +1,218 @@
+-- role: relay_api
+--
+-- Claim. Rows go ready -> claimed here and nowhere else, and the attempt is counted in the same statement, so that a job
+-- that kills its worker is counted too.
+
+-- Guarantees: moves at most p_limit due rows from delayed to ready; returns the time
+--   until the earliest of those still delayed is due, null when there is none. The seq is kept, so a promoted job is among the oldest.
+-- Locks: FOR UPDATE SKIP LOCKED on the rows it moves. It never waits.
+create or replace function relay.promote_due(p_tenant text, p_relay text, p_limit bigint) returns interval
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, p_relay, '{worker}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_now    timestamptz := clock_timestamp();
+  v_next   timestamptz;
+begin
+  select q.available_at into v_next from relay.s2r_relay_dispatch_queue q
+  where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed'
+  order by q.available_at limit 1;
+  if v_next <= v_now then
+    with due as materialized (
+      select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
+      where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed' and q.available_at <= v_now
+      order by q.available_at limit p_limit for update skip locked)
+    update relay.s2r_relay_dispatch_queue q set state = 'ready', available_at = null
+    from due d where q.ctid = d.row_id and q.tenant_id = v_tenant;
+
+    select q.available_at into v_next from relay.s2r_relay_dispatch_queue q
+    where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed'
+    order by q.available_at limit 1;
+  end if;
+  perform relay.unbind_tenant(v_before);
+  return case when v_next is not null then greatest(v_next - v_now, interval '0') end;
+end $$;
+
+-- Guarantees: claims for p_claimed_by (the id of a relay *instance*, new at every start) the ready jobs of the relay with the
+--   lowest seq that nobody has locked, at most p_limit over all tenants, ascending by seq within a tenant. Each row comes
+--   with its fence: every later write must name job id, fence and claimed_by.
+--   Tenants take turns, beginning behind p_start, first an equal share each, then what is left; null in the array is the
+--   tenant that the caller has bound. p_after[i] is a cursor: rows of tenant i with seq <= it are not looked at.
+--   Of the rows looked at, those past their deadline are ended in the same call and come back with outcome 'expired'; so
+--   a call that returns fewer than p_limit rows has seen all there was above its cursors. A row with outcome 'delayed'
+--   and no job id tells in `remaining` how long until the tenant's next delayed job is due.
+--   The body is null where it is longer than p_body_limit or the bodies before it fill p_batch_limit: relay.fetch_body.
+-- Errors: S2001, S2002, S2003; S2020 bad arguments.
+-- Locks: FOR UPDATE SKIP LOCKED on queue rows. It never waits.
+create or replace function relay.claim(
+  p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval,
+  p_after bigint[] default null, p_start bigint default 0, p_body_limit bigint default 65536,
+  p_batch_limit bigint default 4194304)
+returns table (
+  outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint,
+  max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz, remaining interval)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_tenants bigint := coalesce(cardinality(p_tenants), 0);
+  v_left    bigint := p_limit;
+  v_share   bigint;
+  v_quota   bigint;
+  v_got     bigint;
+  v_full    boolean[] := array_fill(false, array[v_tenants::int]);
+  v_i       bigint;
+  v_before  text;
+  v_tenant  text;
+  v_wait    interval;
+  v_now     timestamptz;
+  v_until   timestamptz;
+  v_after   bigint;
+begin
+  if v_tenants = 0 or p_limit is null or p_limit < 1 or coalesce(p_claimed_by, '') = '' or p_claim_id is null
+     or coalesce(p_lease, interval '0') <= interval '0' or coalesce(cardinality(p_after), v_tenants) <> v_tenants then
+    raise exception 'claim needs tenants, a positive limit and lease, claimed_by, claim_id, and one cursor a tenant'
+      using errcode = 'S2020';
+  end if;
+  v_share := greatest(1, p_limit / v_tenants);
+
+  for v_pass in 1..2 loop
+    for v_k in 0..v_tenants - 1 loop
+      exit when v_left <= 0;
+      v_i := (p_start + v_k) % v_tenants + 1;
+      continue when v_pass = 2 and not v_full[v_i];
+      v_quota := case when v_pass = 1 then least(v_share, v_left) else v_left end;
+
+      v_before := relay.bind_tenant(p_tenants[v_i], p_relay, '{worker}');
+      v_tenant := coalesce(p_tenants[v_i], v_before);
+      if v_pass = 1 then
+        v_wait := relay.promote_due(v_tenant, p_relay, p_limit);
+        if v_wait is not null then
+          outcome := 'delayed'; tenant_id := v_tenant; remaining := v_wait;
+          return next;
+        end if;
+      end if;
+      v_after := coalesce(p_after[v_i], 0);
+      v_now := clock_timestamp();
+      v_until := v_now + p_lease;
+
+      -- Lock first, in a materialized CTE (else LIMIT could be run again for every outer row), then write by ctid: it is
+      -- the row just locked, so this cannot wait and cannot take more than the limit. Only claim may write so.
+      return query
+      with looked as materialized (
+        select q.ctid as row_id, q.expires_at <= v_now as late
+        from relay.s2r_relay_dispatch_queue q
+        where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'ready' and q.seq > v_after
+        order by q.seq, q.job_id limit v_quota for update skip locked
+      ), taken as (
+        update relay.s2r_relay_dispatch_queue q
+        set state = 'claimed', attempt = q.attempt + 1, fence = q.fence + 1, claimed_by = p_claimed_by,
+            claim_id = p_claim_id, claimed_at = v_now, lease_expires_at = v_until
+        from looked l where q.ctid = l.row_id and q.tenant_id = v_tenant and not l.late
+        returning q.job_id, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at
+      ), ended as (
+        delete from relay.s2r_relay_dispatch_queue q using looked l
+        where q.ctid = l.row_id and q.tenant_id = v_tenant and l.late
+        returning q.job_id, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at
+      ), stored as (
+        insert into relay.s2r_relay_dispatch_result
+          (tenant_id, job_id, relay_id, status, attempt, fence, error_code, error_message, created_at, completed_at, expires_at)
+        select v_tenant, e.job_id, p_relay, 'expired', e.attempt, e.fence, 'S2R-EXPIRED', 'the deadline passed before a relay had claimed the job',
+               e.created_at, v_now, e.expires_at
+        from ended e
+        returning 1
+      )
+      select 'claimed', v_tenant, t.job_id, r.operation, r.headers,
+             case when r.bytes <= p_body_limit
+                   and sum(r.bytes) over (order by t.seq, t.job_id rows unbounded preceding) <= p_batch_limit
+                  then r.body end,
+             r.bytes, t.attempt, t.max_attempts, t.fence, t.seq, t.created_at, t.expires_at, t.expires_at - v_now
+      from taken t
+      -- LATERAL … LIMIT 1: as a plain join this became a hash join over the whole request table once that was analyzed.
+      cross join lateral (
+        select s.operation, s.request_headers::text as headers, s.request_body as body,
+               octet_length(s.request_body)::bigint as bytes
+        from relay.s2r_relay_dispatch_request s
+        where s.tenant_id = v_tenant and s.job_id = t.job_id limit 1) r
+      union all
+      select 'expired', v_tenant, e.job_id, null, null, null, null, e.attempt, e.max_attempts, e.fence, e.seq, e.created_at,
+             e.expires_at, interval '0'
+      from ended e
+      order by 11, 3;
+
+      get diagnostics v_got = row_count;
+      v_full[v_i] := v_got >= v_quota;
+      v_left := v_left - v_got;
+      -- The second pass goes on where the first one stopped; what the first one took is claimed and no longer ready.
+      perform relay.unbind_tenant(v_before);
+    end loop;
+  end loop;
+end $$;
+
+-- Guarantees: returns the rows that the claim p_claim_id of this instance has taken and that are still its own, as claim
+--   returned them (outcome 'claimed'). For a claim whose reply was lost: ask until the lease would have ended, because a
+--   claim still under way on the server commits later. Changes nothing.
+-- Errors: S2001, S2002, S2003.
+create or replace function relay.claim_again(
+  p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint default 65536,
+  p_batch_limit bigint default 4194304)
+returns table (
+  outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint,
+  max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz, remaining interval)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_before text;
+  v_tenant text;
+  v_name   text;
+  v_now    timestamptz := clock_timestamp();
+begin
+  foreach v_name in array p_tenants loop
+    v_before := relay.bind_tenant(v_name, p_relay, '{worker}');
+    v_tenant := coalesce(v_name, v_before);
+    return query
+    select 'claimed', v_tenant, q.job_id, r.operation, r.headers,
+           case when r.bytes <= p_body_limit
+                 and sum(r.bytes) over (order by q.seq, q.job_id rows unbounded preceding) <= p_batch_limit then r.body end,
+           r.bytes, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at, q.expires_at - v_now
+    from relay.s2r_relay_dispatch_queue q
+    cross join lateral (
+      select s.operation, s.request_headers::text as headers, s.request_body as body,
+             octet_length(s.request_body)::bigint as bytes
+      from relay.s2r_relay_dispatch_request s
+      where s.tenant_id = v_tenant and s.job_id = q.job_id limit 1) r
+    where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'claimed'
+      and q.claim_id = p_claim_id and q.claimed_by = p_claimed_by
+    order by q.seq, q.job_id;
+    perform relay.unbind_tenant(v_before);
+  end loop;
+end $$;
+
+-- Guarantees: the body of a job that is claimed by the caller under that fence; no row, when it is not.
+-- Errors: S2001, S2002, S2003.
+create or replace function relay.fetch_body(
+  p_relay text, p_tenant text, p_job_id uuid, p_fence bigint, p_claimed_by text) returns table (body bytea)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, p_relay, '{worker}');
+  v_tenant text := coalesce(p_tenant, v_before);
+begin
+  return query
+  select r.request_body
+  from relay.s2r_relay_dispatch_queue q
+  cross join lateral (
+    select s.request_body from relay.s2r_relay_dispatch_request s
+    where s.tenant_id = v_tenant and s.job_id = q.job_id limit 1) r
+  where q.tenant_id = v_tenant and q.job_id = p_job_id and q.fence = p_fence and q.claimed_by = p_claimed_by
+    and q.relay_id = p_relay;
+  perform relay.unbind_tenant(v_before);
+end $$;

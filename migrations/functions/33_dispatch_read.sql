@@ -1,0 +1,118 @@
+-- role: relay_api
+--
+-- Reading jobs: by id, for those who wait, and as a list, for people.
+
+-- Guarantees: one row per input id that is a job of the tenant; an unknown id and a foreign one alike give no row.
+--   A live job past its deadline reads 'expired', and once it has read so it stays so: such a row is first locked, so
+--   that a completion in flight decides before the answer is given. Changes no data.
+--   `remaining` is the time to the deadline; response_* and error_* are null before the end.
+-- Errors: S2001, S2002, S2003.
+-- Locks: FOR KEY SHARE, in job id order, on queue rows past their deadline only; waits for a completion in flight.
+create or replace function relay.poll(p_tenant text, p_job_ids uuid[])
+returns table (
+  n bigint, job_id uuid, status text, attempt bigint, response_status bigint, response_headers text, response_body bytea,
+  error_code text, error_message text, created_at timestamptz, claimed_at timestamptz, completed_at timestamptz,
+  expires_at timestamptz, remaining interval)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_now    timestamptz := clock_timestamp();
+  v_late   uuid[];
+begin
+  select array_agg(u.job_id order by u.job_id) into v_late
+  from unnest(p_job_ids) as u (job_id)
+  join relay.s2r_relay_dispatch_queue q on q.tenant_id = v_tenant and q.job_id = u.job_id
+  where q.expires_at <= v_now;
+  if v_late is not null then
+    perform 1 from (select u.job_id from unnest(v_late) as u (job_id) order by u.job_id) u
+    join relay.s2r_relay_dispatch_queue q on q.tenant_id = v_tenant and q.job_id = u.job_id
+    order by u.job_id for key share of q;
+  end if;
+
+  -- One snapshot, taken after the locks: a job is in the queue or among the results, and never in neither.
+  return query
+  select u.n, u.job_id,
+         case when d.status is not null then d.status
+              when q.expires_at <= v_now then 'expired'
+              when q.state = 'claimed' then 'claimed'
+              else 'pending' end,
+         coalesce(d.attempt, q.attempt), d.response_status, d.response_headers, d.response_body,
+         case when d.status is null and q.expires_at <= v_now then 'S2R-EXPIRED' else d.error_code end,
+         case when d.status is null and q.expires_at <= v_now then 'the deadline passed before a result' else d.error_message end,
+         coalesce(d.created_at, q.created_at), coalesce(d.claimed_at, q.claimed_at), d.completed_at,
+         coalesce(d.expires_at, q.expires_at), coalesce(d.expires_at, q.expires_at) - v_now
+  from unnest(p_job_ids) with ordinality as u (job_id, n)
+  left join lateral (
+    select s.status, s.attempt, s.response_status, s.response_headers::text as response_headers, s.response_body,
+           s.error_code, s.error_message, s.created_at, s.claimed_at, s.completed_at, s.expires_at
+    from relay.s2r_relay_dispatch_result s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) d on true
+  left join lateral (
+    select s.state, s.attempt, s.created_at, s.claimed_at, s.expires_at
+    from relay.s2r_relay_dispatch_queue s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) q on true
+  where d.status is not null or q.state is not null;
+  perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: at most p_limit jobs of the tenant, the newest first (job ids are UUIDv7), older than p_before where given, of one
+--   relay and in one status where given. No bodies. Changes nothing, locks nothing.
+-- Errors: S2001, S2002, S2003; S2020 an unknown status.
+create or replace function relay.list_jobs(
+  p_tenant text, p_relay text default null, p_status text default null, p_limit bigint default 50, p_before uuid default null)
+returns table (
+  job_id uuid, relay_id text, operation text, status text, attempt bigint, max_attempts bigint, claimed_by text,
+  error_code text, created_at timestamptz, completed_at timestamptz, expires_at timestamptz)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_now    timestamptz := clock_timestamp();
+begin
+  if p_status is not null and p_status not in ('pending', 'claimed', 'succeeded', 'failed', 'expired') then
+    raise exception 'status must be pending, claimed, succeeded, failed or expired' using errcode = 'S2020';
+  end if;
+  -- max(uuid) exists from PostgreSQL 18 on only, hence the constant.
+  return query
+  select r.job_id, r.relay_id, r.operation, s.status, s.attempt, r.max_attempts, s.claimed_by, s.error_code, r.created_at,
+         s.completed_at, r.expires_at
+  from relay.s2r_relay_dispatch_request r
+  cross join lateral (
+    select d.status, d.attempt, d.claimed_by, d.error_code, d.completed_at
+    from relay.s2r_relay_dispatch_result d where d.tenant_id = v_tenant and d.job_id = r.job_id
+    union all
+    select case when q.expires_at <= v_now then 'expired' when q.state = 'claimed' then 'claimed' else 'pending' end,
+           q.attempt, q.claimed_by, null, null
+    from relay.s2r_relay_dispatch_queue q where q.tenant_id = v_tenant and q.job_id = r.job_id
+    limit 1) s
+  where r.tenant_id = v_tenant
+    and r.job_id < coalesce(p_before, 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid)
+    and (p_relay is null or r.relay_id = p_relay)
+    and (p_status is null or s.status = p_status)
+  order by r.job_id desc
+  limit least(greatest(p_limit, 1), 10000);
+  perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: how many jobs of the tenant stand in the queue, per relay, and how old the oldest claimable one is.
+create or replace function relay.backlog(p_tenant text)
+returns table (relay_id text, ready bigint, delayed bigint, claimed bigint, oldest interval)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+begin
+  return query
+  select q.relay_id, count(*) filter (where q.state = 'ready'), count(*) filter (where q.state = 'delayed'),
+         count(*) filter (where q.state = 'claimed'), clock_timestamp() - min(q.created_at) filter (where q.state = 'ready')
+  from relay.s2r_relay_dispatch_queue q where q.tenant_id = v_tenant
+  group by q.relay_id order by q.relay_id;
+  perform relay.unbind_tenant(v_before);
+end $$;

@@ -1,0 +1,195 @@
+-- role: relay_api
+--
+-- Ends that no handler brings about: withdrawal, the deadline, retention; and the sweeps that tidy behind them.
+
+-- Guarantees: each job among the inputs that is pending or claimed ends 'expired' now, whatever the clock says: outcome
+--   'applied', once; every other id is 'stale'. A handler that runs learns of it from its next heartbeat, or sooner by a
+--   'cancel' ring to relay_id.
+-- Errors: S2001, S2002, S2003.
+-- Locks: the queue rows, FOR UPDATE, in job id order; waits for them.
+create or replace function relay.mark_expired(p_tenant text, p_job_ids uuid[])
+returns table (n bigint, outcome text, relay_id text, was_claimed boolean)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+begin
+  return query
+  with input as materialized (
+    select min(u.n) as n, u.job_id from unnest(p_job_ids) with ordinality as u (job_id, n) group by u.job_id order by u.job_id
+  ), ended as (
+    delete from relay.s2r_relay_dispatch_queue q using input i
+    where q.tenant_id = v_tenant and q.job_id = i.job_id
+    returning i.n, q.job_id, q.relay_id, q.attempt, q.fence, q.claimed_by, q.claimed_at, q.created_at, q.expires_at,
+              clock_timestamp() as at
+  ), stored as (
+    insert into relay.s2r_relay_dispatch_result
+      (tenant_id, job_id, relay_id, status, attempt, fence, claimed_by, error_code, error_message, created_at, claimed_at,
+       completed_at, expires_at)
+    select v_tenant, e.job_id, e.relay_id, 'expired', e.attempt, e.fence, e.claimed_by, 'S2R-EXPIRED',
+           case when e.at < e.expires_at then 'withdrawn before its deadline' else 'the deadline passed before a result' end,
+           e.created_at, e.claimed_at, e.at, e.expires_at
+    from ended e
+    returning 1
+  )
+  select u.n, case when e.n is null then 'stale' else 'applied' end, e.relay_id, coalesce(e.claimed_by is not null, false)
+  from unnest(p_job_ids) with ordinality as u (job_id, n) left join ended e on e.n = u.n;
+  perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: ends, as 'expired', at most p_limit jobs of the tenant (of one relay, where given) that are past their deadline.
+-- Locks: FOR UPDATE SKIP LOCKED. It never waits: whoever holds such a row is deciding it.
+create or replace function relay.expire_late(p_tenant text, p_relay text, p_limit bigint)
+returns table (tenant_id text, relay_id text, job_id uuid, status text)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, p_relay);
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_now    timestamptz := clock_timestamp();
+begin
+  if p_relay is null and not relay.login_is(array['gateway', 'worker', 'operator'], v_tenant) then
+    raise exception 'login % is bound to single relays and must name one', session_user using errcode = 'S2003';
+  end if;
+  return query
+  -- FOR UPDATE is not allowed in a UNION, hence one CTE for each of the two indexes.
+  with waiting as materialized (
+    select q.job_id, q.fence from relay.s2r_relay_dispatch_queue q
+    where q.tenant_id = v_tenant and q.state <> 'claimed' and q.expires_at <= v_now
+      and (p_relay is null or q.relay_id = p_relay)
+    order by q.expires_at limit p_limit for update skip locked
+  ), running as materialized (
+    select q.job_id, q.fence from relay.s2r_relay_dispatch_queue q
+    where q.tenant_id = v_tenant and q.state = 'claimed' and q.expires_at <= v_now
+      and (p_relay is null or q.relay_id = p_relay)
+    limit p_limit for update skip locked
+  ), late as (
+    select w.job_id, w.fence from waiting w union all select r.job_id, r.fence from running r
+  ), ended as (
+    delete from relay.s2r_relay_dispatch_queue q using late l
+    where q.tenant_id = v_tenant and q.job_id = l.job_id and q.fence = l.fence
+    returning q.job_id, q.relay_id, q.attempt, q.fence, q.claimed_by, q.claimed_at, q.created_at, q.expires_at
+  ), stored as (
+    insert into relay.s2r_relay_dispatch_result
+      (tenant_id, job_id, relay_id, status, attempt, fence, claimed_by, error_code, error_message, created_at, claimed_at,
+       completed_at, expires_at)
+    select v_tenant, e.job_id, e.relay_id, 'expired', e.attempt, e.fence, e.claimed_by, 'S2R-EXPIRED',
+           'the deadline passed before a result', e.created_at, e.claimed_at, v_now, e.expires_at
+    from ended e
+    returning 1
+  )
+  select v_tenant, e.relay_id, e.job_id, 'expired' from ended e;
+  perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: removes at most p_limit jobs of the tenant that ended more than p_keep ago, the oldest first: result, request and
+--   idempotency key in one statement, so that a key never outlives its result nor dies before it. Returns how many.
+-- Errors: S2001, S2002, S2003; S2020 p_keep is negative.
+-- Locks: FOR UPDATE SKIP LOCKED on result rows. It waits for nobody.
+create or replace function relay.purge(p_tenant text, p_keep interval, p_limit bigint) returns bigint
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_until  timestamptz := clock_timestamp() - p_keep;
+  v_count  bigint;
+begin
+  if coalesce(p_keep < interval '0', true) then
+    raise exception 'purge needs how long results are kept' using errcode = 'S2020';
+  end if;
+  with old as materialized (
+    select d.job_id from relay.s2r_relay_dispatch_result d
+    where d.tenant_id = v_tenant and d.completed_at < v_until
+    order by d.completed_at limit p_limit for update skip locked
+  ), keys as (
+    delete from relay.s2r_relay_dispatch_key k using old o where k.tenant_id = v_tenant and k.job_id = o.job_id
+  ), requests as (
+    delete from relay.s2r_relay_dispatch_request r using old o where r.tenant_id = v_tenant and r.job_id = o.job_id
+  ), results as (
+    delete from relay.s2r_relay_dispatch_result d using old o where d.tenant_id = v_tenant and d.job_id = o.job_id
+    returning d.job_id
+  )
+  select count(*) into v_count from results;
+  perform relay.unbind_tenant(v_before);
+  return v_count;
+end $$;
+
+-- Guarantees: true for one caller per interval and login: the sweep is then due again in p_every (± a tenth, so that sweeps of
+--   many logins drift apart). Another process that has the row locked this moment has the turn.
+-- Locks: the row, FOR UPDATE SKIP LOCKED.
+create or replace function relay.sweep_turn(p_name text, p_every interval) returns boolean
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_login oid := to_regrole(quote_ident(session_user));
+  v_now   timestamptz := clock_timestamp();
+  v_next  timestamptz := v_now + p_every * (0.9 + 0.2 * random());
+begin
+  perform 1 from relay.sweep s where s.name = p_name and s.role_oid = v_login and s.next_due_at <= v_now
+    for update skip locked;
+  if found then
+    update relay.sweep s set next_due_at = v_next where s.name = p_name and s.role_oid = v_login;
+    return true;
+  end if;
+  if exists (select 1 from relay.sweep s where s.name = p_name and s.role_oid = v_login) then
+    return false;
+  end if;
+  insert into relay.sweep (name, role_oid, next_due_at) values (p_name, v_login, v_next) on conflict do nothing;
+  return found;
+end $$;
+
+-- Guarantees: does whatever of the four sweeps is due for this login, at most p_limit jobs each, over all tenants that the login
+--   is bound to (of relay p_relay, where given), and tells what came of it: one row per job that ended or went back, for
+--   the caller to ring; and one row (sweep 'purge', job_id null) per tenant with something purged.
+--     expire   jobs past their deadline                     lease   claims whose lease ran out (session p_lease old)
+--     promote  delayed jobs that are due                    purge   results older than p_keep; skipped where p_keep is null
+--   p_every gives the intervals in that order of: expire, lease, promote, purge. Sweeps only tidy: nothing that a reader or a
+--   relay is told depends on whether one has run.
+-- Locks: SKIP LOCKED throughout. It never waits.
+-- SECURITY INVOKER for session_age; every step is a function that checks the binding itself.
+create or replace function relay.run_sweeps(
+  p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[])
+returns table (sweep text, tenant_id text, relay_id text, job_id uuid, status text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  -- A turn is per login and relay: relays that share a login do not take it from one another.
+  v_scope  text := coalesce(':' || p_relay, '');
+  v_tenant text;
+  v_count  bigint;
+begin
+  if relay.sweep_turn('expire' || v_scope, p_every[1]) then
+    for v_tenant in select t.tenant_id from relay.tenants_due('expire', null) t loop
+      return query select 'expire', r.* from relay.expire_late(v_tenant, p_relay, p_limit) r;
+    end loop;
+  end if;
+  if coalesce(relay.session_age() >= p_lease, false) and relay.sweep_turn('lease' || v_scope, p_every[2]) then
+    for v_tenant in select t.tenant_id from relay.tenants_due('lease', null) t loop
+      return query select 'lease', r.* from relay.reclaim_lost(v_tenant, p_relay, p_limit) r;
+    end loop;
+  end if;
+  if p_relay is not null and relay.sweep_turn('promote' || v_scope, p_every[3]) then
+    for v_tenant in select t.tenant_id from relay.tenants_due('promote', null) t loop
+      perform relay.promote_due(v_tenant, p_relay, p_limit);
+    end loop;
+  end if;
+  if p_keep is not null and p_relay is null and relay.sweep_turn('purge' || v_scope, p_every[4]) then
+    for v_tenant in select t.tenant_id from relay.tenants_due('purge', p_keep) t loop
+      v_count := relay.purge(v_tenant, p_keep, p_limit);
+      if v_count > 0 then
+        sweep := 'purge'; tenant_id := v_tenant; relay_id := null; job_id := null; status := v_count::text;
+        return next;
+      end if;
+    end loop;
+  end if;
+end $$;
