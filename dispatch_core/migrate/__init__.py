@@ -10,14 +10,22 @@ from dispatch_core.migrate.access import grant, revoke
 from dispatch_core.migrate.check import check_schema
 from dispatch_core.migrate.files import Step
 from dispatch_core.migrate.runner import MigrationReport, StepEvent, migrate, plan
+from dispatch_core.migrate.script import as_sql
+from dispatch_core.migrate.status import SchemaStatus, StepStatus, status
+from dispatch_core.migrate.verify import verify
 
 __all__ = [
     "MigrationReport",
+    "SchemaStatus",
     "Step",
     "StepEvent",
+    "StepStatus",
+    "as_sql",
     "check_schema",
     "grant",
     "migrate",
     "plan",
     "revoke",
+    "status",
+    "verify",
 ]

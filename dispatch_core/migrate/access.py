@@ -1,7 +1,7 @@
 """Let a login act for tenants, and take that back.
 
-Two things together let a login in: membership in the group role, which lets it call the functions of its kind, and a row
-in relay.role_binding, which says for whom. Either alone opens nothing.
+Two things together let a login in: membership in the group role, which lets it call the functions of its kind, and a
+row in relay.role_binding, which says for whom. Either alone opens nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 import asyncpg
 
 from dispatch_core.codec import check_name
+from dispatch_core.database import Connection
 from dispatch_core.errors import InvalidInputError, MigrationRightsError, SchemaMismatchError
-from dispatch_core.migrate.connection import Connection, connect, translated
+from dispatch_core.migrate.connection import connect, translated
 from dispatch_core.migrate.roles import ROLES, State, read_state, repeat
 
 __all__ = ["KINDS", "grant", "revoke"]
@@ -21,7 +22,6 @@ __all__ = ["KINDS", "grant", "revoke"]
 KINDS = {"gateway": "relay_gateway", "worker": "relay_worker", "operator": "relay_operator"}
 
 _LOGIN = "select r.rolcanlogin, pg_has_role(r.oid, $2, 'usage') as member from pg_roles r where r.rolname = $1"
-_LEFT = "select exists (select from relay.role_binding where role_oid = quote_ident($1)::regrole and kind = $2)"
 
 
 async def grant(dsn: str, login: str, *, role: str, tenant: str | None, relay: str | None = None) -> None:
@@ -51,7 +51,8 @@ async def grant(dsn: str, login: str, *, role: str, tenant: str | None, relay: s
 async def revoke(dsn: str, login: str, *, role: str, tenant: str | None, relay: str | None = None) -> int:
     """Take back exactly what `grant` gave with the same arguments; return how many bindings that were: 1 or 0.
 
-    With its last binding of that kind the login also loses the membership, where the migrating login may take it.
+    The membership in the group role stays: it belongs to the whole server, and the login may be bound in another
+    database. Without a binding it opens nothing.
 
     Transaction: opens its own connection and one transaction.
     Idempotent: yes.
@@ -67,11 +68,9 @@ async def revoke(dsn: str, login: str, *, role: str, tenant: str | None, relay: 
             nonlocal removed
             async with conn.transaction():
                 await conn.execute("set local role relay_api")
-                removed = int(await conn.fetchval("select relay.revoke_binding($1, $2, $3, $4)", login, role, tenant, relay))
-                left = await conn.fetchval(_LEFT, login, role)
-                await conn.execute("set local role none")
-                if not left:
-                    await _revoke_membership(conn, login, group)
+                removed = int(
+                    await conn.fetchval("select relay.revoke_binding($1, $2, $3, $4)", login, role, tenant, relay)
+                )
 
         async with _explained(conn, state, login, group):
             await repeat(once)
@@ -96,7 +95,9 @@ async def _ready(conn: Connection) -> State:
     if not state.has_history:
         raise SchemaMismatchError("schema relay is not in this database; run: relay-dispatch db migrate")
     if not state.roles["relay_api"].may_set:
-        raise MigrationRightsError(f"login {state.login} may not act as relay_api; only a login that migrates may grant")
+        raise MigrationRightsError(
+            f"login {state.login} may not act as relay_api; only a login that migrates may grant"
+        )
     return state
 
 
@@ -110,16 +111,9 @@ async def _grant_membership(conn: Connection, state: State, login: str, group: s
     template = "grant %I to %I with inherit true" if state.server_version >= 160000 else "grant %I to %I"
     await conn.execute(await conn.fetchval("select format($1, $2::text, $3::text)", template, group, login))
     if not await conn.fetchval("select pg_has_role($1, $2, 'usage')", login, group):
-        raise InvalidInputError(f"login {login} is NOINHERIT, so that a group role gives it nothing: ALTER ROLE … INHERIT")
-
-
-async def _revoke_membership(conn: Connection, login: str, group: str) -> None:
-    statement = await conn.fetchval("select format('revoke %I from %I', $1::text, $2::text)", group, login)
-    try:
-        async with conn.transaction():
-            await conn.execute(statement)
-    except asyncpg.InsufficientPrivilegeError:
-        pass  # a DBA gave it; without a binding it opens nothing
+        raise InvalidInputError(
+            f"login {login} is NOINHERIT, so that a group role gives it nothing: ALTER ROLE … INHERIT"
+        )
 
 
 @asynccontextmanager

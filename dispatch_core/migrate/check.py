@@ -8,10 +8,11 @@ from pathlib import Path
 
 import asyncpg
 
+from dispatch_core.database import Connection
 from dispatch_core.errors import SchemaMismatchError, TenancyDeniedError
 from dispatch_core.migrate import sql
 from dispatch_core.migrate.compare import Comparison, compare, read_rows
-from dispatch_core.migrate.connection import Connection, translated
+from dispatch_core.migrate.connection import translated
 from dispatch_core.migrate.files import load
 
 __all__ = ["check_schema", "mismatch"]
@@ -23,8 +24,8 @@ _log = logging.getLogger("relay_dispatch.migrate")
 async def check_schema(conn: Connection, *, rooms: Sequence[str] | None = None, directory: Path | None = None) -> None:
     """Raise unless this version may work on the schema; `rooms` None means all rooms.
 
-    One SELECT. A newer schema is accepted as long as it does not say otherwise: that is how SDKs go on working while the
-    schema is migrated before them. An older one is refused, because functions that this version calls may be missing.
+    One SELECT. A newer schema is accepted as long as it does not say otherwise: that is how SDKs go on working while
+    the schema is migrated before them. An older one is refused: functions that this version calls may be missing.
 
     Transaction: none needed; a caller's is aborted where the schema is missing.
 
@@ -55,17 +56,15 @@ def mismatch(comparison: Comparison) -> str | None:
     """Say why this version must not use such a schema; None where it may."""
     database, sdk = comparison.database_text, comparison.sdk_text
     if (comparison.compatible_from or 0) > comparison.wanted_protocol:
-        return (
-            f"{database} and needs SDKs of protocol {comparison.compatible_from} or newer; {sdk}: upgrade relay-dispatch"
-        )
-    if comparison.newer and not comparison.pending_tables:
-        return None
+        return f"{database} and needs SDKs of protocol {comparison.compatible_from} or newer; {sdk}: upgrade it"
     if comparison.drifted:
         names = ", ".join(step.name for step in comparison.drifted)
         return f"{database}, whose step {names} is not the one of this version; {sdk}: run relay-dispatch db verify"
     if comparison.pending_tables:
         names = ", ".join(step.name for step in comparison.pending_tables)
         return f"{database} and lacks {names}; {sdk}: the database is older, {_MEND}"
+    if comparison.newer:
+        return None
     if comparison.missing_functions or (comparison.protocol or 0) < comparison.wanted_protocol:
         return f"{database}; {sdk}: the database is older, {_MEND}"
     return None

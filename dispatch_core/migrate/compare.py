@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+
+import asyncpg
 
 from dispatch_core.errors import MigrationDriftError, MigrationError, SchemaMismatchError
 from dispatch_core.migrate.files import Migrations, Step
@@ -30,7 +31,7 @@ class Applied:
     duration_ms: int
 
 
-def read_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Applied]:
+def read_rows(rows: Sequence[asyncpg.Record]) -> dict[str, Applied]:
     """Return the history by step, from the rows that `sql.HISTORY` gives."""
     return {row["step"]: Applied(**dict(row)) for row in rows}
 
@@ -128,7 +129,9 @@ def compare(wanted: Migrations, everything: Migrations, history: Mapping[str, Ap
         late=tuple(
             step
             for step in pending_tables
-            if any(other.room == step.room and other.name > step.name and other.name in history for other in wanted.tables)
+            if any(
+                other.room == step.room and other.name > step.name and other.name in history for other in wanted.tables
+            )
         ),
         protocol=latest.protocol if latest is not None else None,
         compatible_from=max((row.compatible_from or 0 for row in protocols), default=None),

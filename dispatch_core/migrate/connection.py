@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
 
 import anyio
 import asyncpg
 
+from dispatch_core import database
+from dispatch_core.database import Connection
 from dispatch_core.errors import (
-    ConfigurationError,
-    ConnectionLostError,
     DatabaseBusyError,
-    DatabaseError,
     DatabaseUnavailableError,
     MigrationError,
     MigrationRightsError,
@@ -23,22 +20,16 @@ from dispatch_core.errors import (
 )
 from dispatch_core.migrate import sql
 
-__all__ = ["Connection", "connect", "is_transient", "migration_lock", "translated"]
-
-Connection = Any  # asyncpg.Connection is generic over its record class, which tells a reader nothing here
-
-CONNECT_TIMEOUT_SECONDS = 10.0
-_LOST = ("08", "57P")
-_TRANSIENT = frozenset({"55P03", "40P01", "40001"})
+__all__ = ["connect", "is_transient", "migration_lock", "translated"]
 
 
 def is_transient(error: BaseException) -> bool:
     """Tell whether a statement that failed so may succeed if its transaction is simply made again."""
     if not isinstance(error, asyncpg.PostgresError):
         return False
-    # Catalog rows have no row lock queue for DDL: two sessions that change one get this internal error instead.
+    # DDL that changes one catalog row in two sessions does not queue; the second gets this internal error instead.
     concurrently = error.sqlstate == "XX000" and "concurrently" in str(error)
-    return error.sqlstate in _TRANSIENT or concurrently
+    return error.sqlstate in ("55P03", "40P01", "40001") or concurrently
 
 
 @contextmanager
@@ -50,23 +41,24 @@ def translated(what: str, text: str | None = None) -> Iterator[None]:
         raise
     except asyncpg.PostgresError as error:
         raise _translate(error, what, text) from error
-    except (asyncpg.InterfaceError, OSError, TimeoutError) as error:
-        raise ConnectionLostError(f"{what}: the connection broke ({type(error).__name__})") from error
+    except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError) as error:
+        raise database.translate(error) or MigrationError(f"{what}: {error}") from error
 
 
 def _translate(error: asyncpg.PostgresError, what: str, text: str | None) -> RelayDispatchError:
     state = error.sqlstate or ""
-    if state.startswith(_LOST) or state == "53300":
-        return ConnectionLostError(f"{what}: the server ended the session ({error}, {state})", sqlstate=state)
-    if state == "42501":
-        return MigrationRightsError(f"{what}: {error}")
     if is_transient(error):
         return DatabaseBusyError(f"{what}: {error} ({state})", sqlstate=state)
+    if state == "42501":
+        return MigrationRightsError(f"{what}: {error}")
+    common = database.translate(error)
+    if isinstance(common, DatabaseUnavailableError):
+        return common
+    # Not what `database` makes of a missing table or function: here that is a fault of the file.
     position = getattr(error, "position", None)
-    line = ""
-    if text is not None and position is not None and str(position).isdigit():
-        line = f", line {text.count(chr(10), 0, int(position) - 1) + 1}"
-    return MigrationError(f"{what}{line}: {error} ({state})")
+    line = f", line {text.count(chr(10), 0, int(position) - 1) + 1}" if text and position else ""
+    hint = f"; hint: {error.hint}" if getattr(error, "hint", None) else ""
+    return MigrationError(f"{what}{line}: {error} ({state}){hint}")
 
 
 @asynccontextmanager
@@ -75,48 +67,18 @@ async def connect(dsn: str, application_name: str = "relay-dispatch migrate") ->
 
     Raises: DatabaseUnavailableError, DatabaseError, ConfigurationError; none of them shows the password.
     """
-    conn = await _open(dsn, application_name)
+    # A named prepared statement does not survive a pooler, and nothing here runs twice. A step may take its time.
+    conn = await database.connect(dsn, command_timeout=None, statement_cache_size=0, application_name=application_name)
     try:
         with translated("preparing the session"):
             await conn.execute(sql.SESSION)
             try:
                 await conn.execute(sql.LIVENESS)
             except asyncpg.PostgresError:
-                pass  # a comfort that this platform lacks: a killed runner's lock is then freed a little later
+                pass  # a comfort that this platform lacks: the lock of a killed runner is then freed a little later
         yield conn
     finally:
-        with anyio.CancelScope(shield=True):
-            try:
-                await conn.close(timeout=5)
-            except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError):
-                conn.terminate()
-
-
-async def _open(dsn: str, application_name: str) -> Connection:
-    try:
-        return await asyncpg.connect(
-            dsn,
-            timeout=CONNECT_TIMEOUT_SECONDS,
-            # Named prepared statements do not survive a pooler, and nothing here runs twice.
-            statement_cache_size=0,
-            server_settings={"application_name": application_name},
-        )
-    except asyncpg.PostgresError as error:
-        state = error.sqlstate or ""
-        if state.startswith((*_LOST, "53")):
-            raise DatabaseUnavailableError(f"PostgreSQL refused the connection: {error}", sqlstate=state) from None
-        raise DatabaseError(f"PostgreSQL refused the login: {error}", sqlstate=state) from None
-    except (OSError, TimeoutError, asyncpg.InternalClientError) as error:
-        raise DatabaseUnavailableError(f"PostgreSQL cannot be reached: {_reason(error)}") from None
-    except (asyncpg.InterfaceError, ValueError) as error:
-        # Such an error may quote the DSN, and with it the password.
-        raise ConfigurationError(f"the DSN is not usable ({type(error).__name__})") from None
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {CONNECT_TIMEOUT_SECONDS:g} s"
-    return re.sub(r"\s+", " ", str(error)) or type(error).__name__
+        await database.close_connection(conn)
 
 
 @asynccontextmanager

@@ -38,13 +38,18 @@ _ROOM = re.compile(r"[a-z][a-z_]*")
 _PROTOCOL_LINE = re.compile(r"(protocol|compatible-from):\s*(\d+)")
 _RELEASED_LINE = re.compile(r"released:\s*(\S+)\s+([0-9a-f]{64})")
 _CREATE_INDEX = re.compile(
-    r'create (?:unique )?index concurrently (?:if not exists )?("(?:[^"]|"")+"|(?!if |on )\S+) on (?:only )?"?relay"? \. '
+    r'create (?:unique )?index concurrently (?:if not exists )?("(?:[^"]|"")+"|(?!if |on )\S+) '
+    r'on (?:only )?"?relay"? \. '
 )
 _REPEATABLE = re.compile(
-    r'drop index concurrently if exists "?relay"? \. |reindex (?:\( .*)?(?:index|table) concurrently "?relay"? \. |vacuum|analyze'
+    r'drop index concurrently if exists "?relay"? \. '
+    r'|reindex (?:\( .*)?(?:index|table) concurrently "?relay"? \. '
+    r"|vacuum|analyze"
 )
 # What a file may not say, because it would end the transaction that holds both its work and its history row.
-_ENDS_TRANSACTION = frozenset({"begin", "start", "commit", "end", "rollback", "abort", "prepare", "savepoint", "release"})
+_ENDS_TRANSACTION = frozenset(
+    {"begin", "start", "commit", "end", "rollback", "abort", "prepare", "savepoint", "release"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +241,8 @@ def _check_repeatable(name: str, statement: str) -> str | None:
         return index[1:-1].replace('""', '"') if index.startswith('"') else index
     if _REPEATABLE.match(statement) is None:
         raise MigrationError(
-            f"{name}: outside a transaction only CREATE INDEX CONCURRENTLY name ON relay.table, DROP INDEX CONCURRENTLY "
-            "IF EXISTS relay.name, REINDEX … CONCURRENTLY, VACUUM and ANALYZE can be repeated safely after a kill"
+            f"{name}: outside a transaction only CREATE INDEX CONCURRENTLY name ON relay.table, DROP INDEX "
+            "CONCURRENTLY IF EXISTS relay.name, REINDEX … CONCURRENTLY, VACUUM and ANALYZE can be repeated after a kill"
         )
     return None
 

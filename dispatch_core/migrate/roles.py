@@ -14,12 +14,23 @@ import anyio
 import asyncpg
 
 from dispatch_core.backoff import full_jitter
+from dispatch_core.database import Connection
 from dispatch_core.errors import MigrationError, MigrationRightsError
 from dispatch_core.migrate import sql
-from dispatch_core.migrate.connection import Connection, is_transient, translated
+from dispatch_core.migrate.connection import is_transient, translated
 from dispatch_core.migrate.files import OWNER_ROLES
 
-__all__ = ["GROUP_ROLES", "ROLES", "Role", "State", "ensure_rights", "grant_statement", "read_state", "repeat"]
+__all__ = [
+    "CREATE_ROLE",
+    "GROUP_ROLES",
+    "ROLES",
+    "Role",
+    "State",
+    "ensure_rights",
+    "grant_statement",
+    "read_state",
+    "repeat",
+]
 
 GROUP_ROLES = ("relay_gateway", "relay_worker", "relay_operator")
 """Roles that logins are members of."""
@@ -27,9 +38,7 @@ GROUP_ROLES = ("relay_gateway", "relay_worker", "relay_operator")
 ROLES = OWNER_ROLES + GROUP_ROLES
 
 # NOBYPASSRLS and its like are said here and never by ALTER ROLE, which only a superuser may say them with.
-_CREATE_ROLE = (
-    "create role %I nologin nosuperuser nocreatedb nocreaterole noreplication nobypassrls"
-)
+CREATE_ROLE = "create role %I nologin nosuperuser nocreatedb nocreaterole noreplication nobypassrls"
 _TRIES = 20
 
 
@@ -79,7 +88,7 @@ class State:
 async def read_state(conn: Connection) -> State:
     """Read what there is; every login may."""
     with translated("looking at the server"):
-        row = await conn.fetchrow(sql.STATE)
+        (row,) = await conn.fetch(sql.STATE)
         # Before PostgreSQL 16 membership alone allows SET ROLE; since then a membership can be without it.
         kind = "set" if row["server_version"] >= 160000 else "member"
         roles = await conn.fetch(sql.ROLES_STATE, list(ROLES), kind)
@@ -100,7 +109,7 @@ async def ensure_rights(conn: Connection, state: State) -> State:
         )
     for name, role in state.roles.items():
         if not role.present and (state.superuser or state.may_create_roles):
-            await _run(conn, _CREATE_ROLE, name)
+            await _run(conn, CREATE_ROLE, name)
     state = await read_state(conn)
     for name in OWNER_ROLES:
         role = state.roles[name]
@@ -134,12 +143,10 @@ async def _missing(conn: Connection, state: State) -> tuple[str, ...]:
     wanted: list[tuple[str, tuple[str, ...]]] = []
     for role in state.roles.values():
         if not role.present:
-            wanted.append((_CREATE_ROLE, (role.name,)))
+            wanted.append((CREATE_ROLE, (role.name,)))
         elif role.superuser or role.bypassrls:
             wanted.append(("alter role %I nosuperuser nobypassrls", (role.name,)))
-    for name in OWNER_ROLES:
-        if not state.roles[name].may_set:
-            wanted.append((grant_statement(state), (name, state.login)))
+    wanted += [(grant_statement(state), (name, state.login)) for name in OWNER_ROLES if not state.roles[name].may_set]
     if state.schema_owner is None:
         if not state.may_create_schema:
             wanted.append(("create schema relay authorization relay_owner", ()))

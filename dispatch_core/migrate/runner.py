@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 import anyio
-import asyncpg
 
 from dispatch_core.backoff import full_jitter
+from dispatch_core.database import Connection
 from dispatch_core.errors import DatabaseBusyError, MigrationError, MigrationRightsError
 from dispatch_core.migrate import sql
-from dispatch_core.migrate.compare import Applied, Comparison, compare, package_version, read_rows
-from dispatch_core.migrate.connection import Connection, connect, is_transient, migration_lock, translated
+from dispatch_core.migrate.compare import Applied, compare, package_version, read_rows
+from dispatch_core.migrate.connection import connect, migration_lock, translated
 from dispatch_core.migrate.files import Migrations, SqlFile, Step, load
 from dispatch_core.migrate.roles import State, ensure_rights, read_state
 
@@ -35,6 +35,7 @@ SET_LOCAL_ROLE = {
     "relay_api": "set local role relay_api",
     "relay_sweep": "set local role relay_sweep",
 }
+_DROP_INDEX = "select format('drop index concurrently relay.%I', $1::text)"
 _SET_ROLE = {role: statement.replace(" local", "") for role, statement in SET_LOCAL_ROLE.items()}
 
 
@@ -88,7 +89,7 @@ async def migrate(
     """
     everything = load(directory)
     wanted = everything.select(only)
-    notify = on_step or (lambda event: None)
+    notify = on_step or _ignore
     async with connect(dsn) as conn:
         state = await read_state(conn)
         comparison = compare(wanted, everything, await read_history(conn, state))
@@ -100,6 +101,10 @@ async def migrate(
         limits = _Limits(lock_timeout_seconds, deadline)
         async with migration_lock(conn, give_up_after_seconds, lambda who: notify(StepEvent("waiting", "lock", who))):
             return await _run(conn, wanted, everything, limits, notify)
+
+
+def _ignore(event: StepEvent) -> None:
+    pass
 
 
 async def plan(dsn: str, *, only: Sequence[str] | None = None, directory: Path | None = None) -> list[Step]:
@@ -147,7 +152,7 @@ async def _run(
     state = await ensure_rights(conn, await read_state(conn))
     bootstrapped = not state.has_history
     if bootstrapped:
-        await _repeat(conn, "bootstrap", limits, notify, lambda: _bootstrap(conn, state, limits))
+        await _repeat("bootstrap", limits, notify, lambda: _bootstrap(conn, state, limits))
         state = await read_state(conn)
     # Read again: while this run waited for the lock, another one may have done all of it.
     comparison = compare(wanted, everything, await read_history(conn, state))
@@ -165,13 +170,13 @@ async def _run(
         names = ", ".join(step.name for step in functions)
         notify(StepEvent("start", names))
         started = time.monotonic()
-        await _repeat(conn, names, limits, notify, lambda: _apply_functions(conn, functions, wanted, limits))
+        await _repeat(names, limits, notify, lambda: _apply_functions(conn, functions, wanted, limits))
         applied.extend(step.name for step in functions)
         notify(StepEvent("done", names, f"{(time.monotonic() - started) * 1000:.0f} ms"))
     return MigrationReport(applied, bootstrapped)
 
 
-async def _repeat(conn: Connection, name: str, limits: _Limits, notify: OnStep, once: Callable[[], Awaitable[None]]) -> None:
+async def _repeat(name: str, limits: _Limits, notify: OnStep, once: Callable[[], Awaitable[None]]) -> None:
     """Run a step's transaction again while it only loses against traffic: a lock timeout, a deadlock."""
     attempt = 0
     while True:
@@ -206,9 +211,9 @@ async def _bootstrap(conn: Connection, state: State, limits: _Limits) -> None:
 async def _apply_table(conn: Connection, step: Step, limits: _Limits, notify: OnStep) -> None:
     file = step.files[0]
     if file.transactional:
-        await _repeat(conn, step.name, limits, notify, lambda: _apply_in_transaction(conn, step, limits))
+        await _repeat(step.name, limits, notify, lambda: _apply_in_transaction(conn, step, limits))
     else:
-        await _repeat(conn, step.name, limits, notify, lambda: _apply_outside(conn, step, file, limits))
+        await _repeat(step.name, limits, notify, lambda: _apply_outside(conn, step, file, limits))
 
 
 async def _apply_in_transaction(conn: Connection, step: Step, limits: _Limits) -> None:
@@ -279,7 +284,7 @@ async def _drop_invalid(conn: Connection, file: SqlFile) -> None:
         return
     row = await conn.fetchrow(sql.INDEX_STATE, file.builds_index)
     if row is not None and not row["valid"]:
-        statement = await conn.fetchval("select format('drop index concurrently relay.%I', $1::text)", file.builds_index)
+        statement = await conn.fetchval(_DROP_INDEX, file.builds_index)
         try:
             await conn.execute(_SET_ROLE[file.role])
             await conn.execute(statement)
