@@ -16,9 +16,9 @@ def docker_problem() -> str | None:
     """Say why no container can be started here; None when one can."""
     try:
         import docker
-        import testcontainers.postgres  # noqa: F401 - is it there?
+        import testcontainers.community.postgres  # noqa: F401 - is it there?
     except ImportError as error:
-        return f"testcontainers is not installed ({error.name})"
+        return f"testcontainers 4.15 or newer is not installed ({error.name} is missing)"
     try:
         client = docker.from_env(timeout=10)
         try:
@@ -26,7 +26,7 @@ def docker_problem() -> str | None:
         finally:
             client.close()
     except Exception as error:  # whatever Docker's client says, it is a reason and no more
-        return f"Docker does not answer ({str(error).splitlines()[0][:200]})"
+        return f"Docker does not answer ({str(error)[:120]})"
     return None
 
 
@@ -36,7 +36,7 @@ class ContainerServer:
     def __init__(self, *, port: int, password: str, settings: Mapping[str, str], image: str = DEFAULT_IMAGE) -> None:
         if (problem := docker_problem()) is not None:
             raise ConfigurationError(f"No PostgreSQL container: {problem}.")
-        from testcontainers.postgres import PostgresContainer
+        from testcontainers.community.postgres import PostgresContainer
 
         arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         self._container: Any = (

@@ -1,0 +1,135 @@
+"""Fixtures: one PostgreSQL server a session, one migrated template, one clone of it a test.
+
+server            the session's server; fast, not durable; not for stopping
+template          name of the migrated database with all grants; made when the first test asks for it
+database          a clone of it for this test -> TestDatabase (name, admin_dsn, gateway_dsn, worker_dsn, …)
+bare_database     the same, empty and unmigrated
+admin, gateway, worker, operator     an open asyncpg connection to `database` as that login
+durable_server    a second server with durable settings, for tests that stop, crash or restart it
+durable_database  a migrated database there
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import asyncpg
+import pytest
+
+from dispatch_core.dev.logins import run_blocking
+from dispatch_core.dev.postgres import DevServer, start_local_server, start_server
+from tests.support.databases import TestDatabase, drop_database, make_template, new_database
+
+# What a test that does not pull the plug can do without.
+FAST = {"fsync": "off", "full_page_writes": "off"}
+
+Connection: TypeAlias = "asyncpg.Connection[Any]"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--postgres-binaries", type=Path, help="run the tests on the server binaries in this bin directory"
+    )
+
+
+@pytest.fixture(scope="session")
+def binaries(pytestconfig: pytest.Config) -> Path | None:
+    """What --postgres-binaries named."""
+    path: Path | None = pytestconfig.getoption("--postgres-binaries")
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(binaries: Path | None) -> Iterator[DevServer]:
+    with start_server(settings=FAST, binaries=binaries, ephemeral=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def template(server: DevServer) -> Iterator[str]:
+    name = run_blocking(make_template(server))
+    yield name
+    if not server.is_ours:  # ours is thrown away as a whole
+        run_blocking(drop_database(server, name))
+
+
+@pytest.fixture
+async def database(server: DevServer, template: str) -> AsyncIterator[TestDatabase]:
+    async with new_database(server, template) as database:
+        yield database
+
+
+@pytest.fixture
+async def bare_database(server: DevServer) -> AsyncIterator[TestDatabase]:
+    async with new_database(server) as database:
+        yield database
+
+
+@pytest.fixture
+async def admin(database: TestDatabase) -> AsyncIterator[Connection]:
+    async with _connected(database.admin_dsn) as connection:
+        yield connection
+
+
+@pytest.fixture
+async def gateway(database: TestDatabase) -> AsyncIterator[Connection]:
+    async with _connected(database.gateway_dsn) as connection:
+        yield connection
+
+
+@pytest.fixture
+async def worker(database: TestDatabase) -> AsyncIterator[Connection]:
+    async with _connected(database.worker_dsn) as connection:
+        yield connection
+
+
+@pytest.fixture
+async def operator(database: TestDatabase) -> AsyncIterator[Connection]:
+    async with _connected(database.operator_dsn) as connection:
+        yield connection
+
+
+@pytest.fixture(scope="session")
+def _durable_server(binaries: Path | None) -> Iterator[DevServer]:
+    with start_local_server(binaries=binaries, ephemeral=True) as server:
+        yield server
+
+
+@pytest.fixture
+def durable_server(_durable_server: DevServer) -> Iterator[DevServer]:
+    """A server to stop and start at will; whatever a test left of it, the next one finds it running."""
+    _durable_server.start()
+    yield _durable_server
+    _durable_server.start()
+
+
+@pytest.fixture(scope="session")
+def _durable_template(_durable_server: DevServer) -> str:
+    _durable_server.start()
+    return run_blocking(make_template(_durable_server))
+
+
+@pytest.fixture
+async def durable_database(durable_server: DevServer, _durable_template: str) -> AsyncIterator[TestDatabase]:
+    async with new_database(durable_server, _durable_template) as database:
+        try:
+            yield database
+        finally:
+            durable_server.start()
+
+
+class _connected:  # noqa: N801 - used as a function
+    """An asyncpg connection that ends with its block, also when the test has broken it."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+
+    async def __aenter__(self) -> Connection:
+        self._connection: Connection = await asyncpg.connect(self._dsn)
+        return self._connection
+
+    async def __aexit__(self, *error: object) -> None:
+        # Not close(): a test may leave a statement under way or a transaction open, and its end is near anyway.
+        self._connection.terminate()
