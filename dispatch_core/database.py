@@ -178,6 +178,7 @@ async def connect(
     command_timeout: float | None = 30.0,
     statement_cache_size: int = 100,
     application_name: str = "relay-dispatch",
+    connection_class: type[Connection] = asyncpg.Connection,
 ) -> Connection:
     """Open one connection that belongs to no pool; close it with `close_connection`.
 
@@ -195,6 +196,7 @@ async def connect(
                     command_timeout=command_timeout,
                     statement_cache_size=statement_cache_size,
                     server_settings={"application_name": application_name},
+                    connection_class=connection_class,
                 )
         except ValueError as error:
             raise _unusable_dsn(error) from None
@@ -366,6 +368,15 @@ class Database:
             # asyncpg's cancel request; after it, asyncpg cuts the connection.
             with anyio.CancelScope(shield=True), contextlib.suppress(asyncpg.InterfaceError, OSError):
                 await pool.release(conn, timeout=_PUT_AWAY_SECONDS)
+
+    async def execute(self, sql: str, *args: object) -> list[Any]:
+        """Run one statement on a pooled connection; returns the rows.
+
+        Transaction: its own. Raises: as `connection`.
+        """
+        async with self.connection() as conn:
+            rows: list[Any] = await conn.fetch(sql, *args)
+            return rows
 
     async def connect_dedicated(self, name: str | None = None, *, dsn: str | None = None) -> Connection:
         """Open a connection outside the pool, for the caller to close with `close_connection`.

@@ -1,0 +1,467 @@
+"""Hear NOTIFY on one connection that is this process's own, and know when it does not.
+
+NOTIFY is a hint and polling goes on always; what is kept here is that the hint comes whenever it can, and that nobody
+believes to be listening who is not. `run` goes through these states, for ever:
+
+    connecting    -> listening      the first connection is proven and every channel is listened to
+    listening     -> degraded       the connection broke, was cut, or did not answer in time
+    degraded      -> listening      a new one stands; all channels first, then one catch-up, then waiting
+    any           -> polling_only   a transaction pooler is in the way; tried again rarely
+    any           -> stopped        `run` was cancelled
+
+**Order (C03).** Connect, LISTEN confirmed, then the catch-up: what was committed before the LISTEN is found by the
+catch-up's read, what is committed after it rings.
+
+**Proof at the start (C05).** A NOTIFY to a channel of our own carries the process id of the backend that sent it. On a
+direct connection that is the id which the server gave at log-in. Where it differs, a pooler stands between; then a
+second connection rings once while this one is idle, which tells a session pooler (it arrives) from a transaction pooler
+(it does not). Until that is proven nothing else is done in the session, which might be somebody else's next.
+
+**Proof afterwards (C01).** A connection that was dropped without a FIN looks idle. So every `probe_seconds` the session
+is asked whether it still listens, and must answer within `probe_timeout_seconds`: the sum bounds how long deafness can
+last unseen. It is a question and no NOTIFY, because before PostgreSQL 19 every ring wakes every listener of the
+database.
+
+**One backend.** After a reconnect the old session is ended on the server: where no FIN could reach it, it would stay
+for hours and keep the notification queue from being cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, Literal, TypeAlias
+
+import anyio
+import asyncpg
+from anyio.abc import TaskStatus
+
+from dispatch_core.backoff import Backoff
+from dispatch_core.database import close_connection, connect, mapped_errors
+from dispatch_core.errors import (
+    ConfigurationError,
+    ConnectionLostError,
+    DatabaseUnavailableError,
+    InvalidInputError,
+    RelayDispatchError,
+)
+
+__all__ = ["MAX_CHANNELS", "Listener", "ListenerState"]
+
+logger = logging.getLogger(__name__)
+
+ListenerState: TypeAlias = Literal["connecting", "listening", "degraded", "polling_only", "stopped"]
+
+MAX_CHANNELS: Final = 1000
+"""Each channel that a session listens on makes every ring of anybody dearer, so above this the rest is polled."""
+
+_MAX_NAME_BYTES: Final = 63
+"""LISTEN cuts a longer name with no more than a notice, and its notifications then come under another name (C09)."""
+
+_PROBE_SQL: Final = """
+select pg_catalog.pg_backend_pid() as pid,
+       exists (select from pg_catalog.pg_listening_channels() as c (name) where c.name = $1) as listening
+"""
+
+_END_PREDECESSORS_SQL: Final = """
+select pg_catalog.pg_terminate_backend(a.pid)
+from pg_catalog.pg_stat_activity as a
+where a.application_name = $1 and a.pid <> pg_catalog.pg_backend_pid()
+  and a.usename = session_user and a.datname = pg_catalog.current_database()
+"""
+
+
+class _PoolerFound(Exception):  # noqa: N818  (not an error: an answer)
+    """The session behind the connection is not ours alone."""
+
+
+class _ListeningConnection(asyncpg.Connection):
+    """A connection that listens to many channels by one statement; asyncpg itself takes a round trip for each."""
+
+    _sends_nothing = False
+
+    async def listen(self, channels: Iterable[str], callback: Callable[..., None]) -> None:
+        """Start to listen; the call-back stands before the statement leaves, so that nothing falls between."""
+        await self._for_each(channels, lambda channel: self.add_listener(channel, callback))
+        await self.execute("; ".join(f"listen {_quoted(channel)}" for channel in channels))
+
+    async def unlisten(self, channels: Iterable[str], callback: Callable[..., None]) -> None:
+        """Stop to listen."""
+        await self._for_each(channels, lambda channel: self.remove_listener(channel, callback))
+        await self.execute("; ".join(f"unlisten {_quoted(channel)}" for channel in channels))
+
+    async def _for_each(self, channels: Iterable[str], change: Callable[[str], Awaitable[None]]) -> None:
+        # asyncpg keeps its dictionary of call-backs only by these two methods, which send their statement by `fetch`.
+        # If a later version sends it otherwise, the only harm is that LISTEN is sent twice.
+        self._sends_nothing = True
+        try:
+            for channel in channels:
+                await change(channel)
+        finally:
+            self._sends_nothing = False
+
+    async def fetch(self, query: str, *args: Any, **options: Any) -> Any:
+        """Fetch as ever, but for the statements that `_for_each` leaves out."""
+        if self._sends_nothing:
+            return []
+        return await super().fetch(query, *args, **options)
+
+
+def _quoted(channel: str) -> str:
+    return '"' + channel.replace('"', '""') + '"'
+
+
+class Listener:
+    """Keep one listening connection for the process, and share it with the doorbell.
+
+    Run `run` in the owner's task group. Call-backs are plain functions, called in the event loop; they must be quick,
+    and one that raises is logged and harms no other.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        *,
+        name: str = "",
+        application_name: str = "relay-dispatch",
+        connect_timeout: float = 10.0,
+        probe_seconds: float = 5.0,
+        probe_timeout_seconds: float = 3.0,
+        backoff_base: float = 0.1,
+        backoff_cap: float = 10.0,
+        polling_only_retry_seconds: float = 300.0,
+        max_channels: int = MAX_CHANNELS,
+    ) -> None:
+        """Take a DSN that leads to PostgreSQL itself, and `name`, which is added to what pg_stat_activity shows.
+
+        All times are seconds. A lost connection is noticed within ``probe_seconds + probe_timeout_seconds``.
+        """
+        self._dsn = dsn
+        self._connect_timeout = connect_timeout
+        self._probe_seconds = probe_seconds
+        self._probe_timeout = probe_timeout_seconds
+        self._backoff = Backoff(backoff_base, backoff_cap)
+        self._pooler_retry = polling_only_retry_seconds
+        self._max_channels = max_channels
+        # The random part tells this listener's sessions from any other's, so that only its own leftovers are ended.
+        token = secrets.token_hex(4)
+        self.application_name: str = f"{application_name} listener {token} {name}".strip()[:_MAX_NAME_BYTES]
+        self._own_channel: str = f"s2r_self_{secrets.token_hex(12)}"
+        self._echo: tuple[str, int] | None = None
+        self._echoed = anyio.Event()
+
+        self._callbacks: dict[str, list[Callable[[str], None]]] = {}
+        self._catch_up_callbacks: list[Callable[[], None]] = []
+        self._state_callbacks: list[Callable[[ListenerState], None]] = []
+
+        self._conn: _ListeningConnection | None = None
+        self._lock = anyio.Lock()
+        self._active: set[str] = set()
+        self._wakeup = anyio.Event()
+        self._dirty = False
+        self._synced = anyio.Event()
+        self._warned_of_channels = False
+        self._left_behind = False
+
+        self.state: ListenerState = "connecting"
+        self.last_error: RelayDispatchError | None = None
+        """Why it is not listening; None while it is."""
+        self.backend_pid: int | None = None
+        """The server's process id of the session, while listening."""
+        self.notifications = 0
+        """How many notifications were handed to call-backs."""
+        self.connects = 0
+        """How many connections came to listen; one less is how many were lost."""
+
+    # --- subscriptions ---
+
+    async def subscribe(self, channel: str, callback: Callable[[str], None]) -> bool:
+        """Call `callback(payload)` for every notification on `channel` (made by ``relay.channel``).
+
+        Returns True when LISTEN is confirmed: read the table *after* that (C03). False when there is no connection now,
+        or too many channels: the subscription is kept, a catch-up call-back follows when it stands, and until then only
+        polling finds the work. Never waits for a server that is away.
+
+        Raises: InvalidInputError for a name above 63 bytes.
+        """
+        if not channel or len(channel.encode()) > _MAX_NAME_BYTES or "\0" in channel:
+            raise InvalidInputError(f"a channel name must have 1 to {_MAX_NAME_BYTES} bytes")
+        self._callbacks.setdefault(channel, []).append(callback)
+        if channel not in self._active:
+            # Also where there is no connection yet: one may be in the middle of sending its first LISTEN.
+            synced = self._synced
+            self._mark_dirty()
+            if self.state == "listening":
+                await synced.wait()
+        return channel in self._active
+
+    def unsubscribe(self, channel: str, callback: Callable[[str], None]) -> None:
+        """Stop calling `callback`; UNLISTEN follows when it was the channel's last. Idempotent: yes."""
+        callbacks = self._callbacks.get(channel)
+        if callbacks is None or callback not in callbacks:
+            return
+        # A new list: the old one may be walked just now.
+        self._callbacks[channel] = callbacks = list(callbacks)
+        callbacks.remove(callback)
+        if not callbacks:
+            del self._callbacks[channel]
+            self._mark_dirty()
+
+    def is_listening_to(self, channel: str) -> bool:
+        """Tell whether LISTEN is confirmed for `channel` on the present connection."""
+        return channel in self._active
+
+    def on_catch_up(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` each time after all channels stand on a new connection: read once what was missed."""
+        self._catch_up_callbacks.append(callback)
+
+    def on_state_change(self, callback: Callable[[ListenerState], None]) -> None:
+        """Call `callback(state)` at each change of `state`."""
+        self._state_callbacks.append(callback)
+
+    async def execute(self, sql: str, *args: object) -> list[Any]:
+        """Run one statement on the listening connection, in turn with its own; returns the rows.
+
+        Raises: DatabaseUnavailableError at once where there is no connection; as `mapped_errors`.
+        """
+        if self.state != "listening":
+            raise DatabaseUnavailableError("there is no listening connection now")
+        async with self._lock:
+            conn = self._conn
+            if conn is None:
+                raise DatabaseUnavailableError("the listening connection was lost")
+            try:
+                with mapped_errors():
+                    rows: list[Any] = await conn.fetch(sql, *args, timeout=self._probe_seconds + self._probe_timeout)
+                    return rows
+            except DatabaseUnavailableError:
+                conn.terminate()  # `run` is told by the termination call-back, and connects anew
+                raise
+
+    # --- the connection ---
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Keep listening until cancelled; `started` when the first try has ended, well or not.
+
+        Never raises for what the database or the network does.
+
+        Raises: ConfigurationError for a DSN that is none.
+        """
+        started = False
+
+        def first_try_is_over() -> None:
+            nonlocal started
+            if not started:
+                started = True
+                task_status.started()
+
+        try:
+            while True:
+                try:
+                    await self._listen_until_lost(first_try_is_over)
+                except ConfigurationError:
+                    raise
+                except _PoolerFound:
+                    self._become("polling_only", None)
+                    delay = self._pooler_retry * random.uniform(0.5, 1.0)
+                except RelayDispatchError as error:
+                    if self.state != "polling_only":
+                        self._become("degraded", error)
+                    delay = self._backoff.next()
+                first_try_is_over()
+                await anyio.sleep(delay)
+        finally:
+            self._become("stopped", None)
+
+    async def _listen_until_lost(self, first_try_is_over: Callable[[], None]) -> None:
+        conn = await self._connect()
+        try:
+            conn.add_termination_listener(self._on_termination)
+            await self._prove(conn)
+            if self._left_behind:
+                await self._end_predecessors(conn)
+            self._conn = conn
+            await self._sync(conn)
+            self.connects += 1
+            self._become("listening", None)
+            first_try_is_over()
+            self._call(self._catch_up_callbacks)
+            await self._watch(conn)
+        except DatabaseUnavailableError:
+            # No polite end on a line that may be dead: it would take its whole timeout.
+            self._left_behind = True
+            conn.terminate()
+            raise
+        finally:
+            self._conn = None
+            self.backend_pid = None
+            self._active.clear()
+            self._release_subscribers()
+            await close_connection(conn)
+
+    async def _connect(self) -> _ListeningConnection:
+        conn = await connect(
+            self._dsn,
+            connect_timeout=self._connect_timeout,
+            command_timeout=self._probe_timeout,
+            application_name=self.application_name,
+            connection_class=_ListeningConnection,
+        )
+        assert isinstance(conn, _ListeningConnection)
+        return conn
+
+    async def _watch(self, conn: _ListeningConnection) -> None:
+        """Keep subscriptions in step and prove the session, until it is lost, which raises."""
+        next_probe = anyio.current_time() + self._probe_seconds
+        while True:
+            with anyio.move_on_at(next_probe):
+                await self._wakeup.wait()
+            self._wakeup = anyio.Event()
+            if conn.is_closed():
+                raise ConnectionLostError("the listening connection was closed")
+            if self._dirty:
+                await self._sync(conn)
+            if anyio.current_time() >= next_probe:
+                await self._probe(conn)
+                # Only a connection that has lasted for a while is a success: one that is killed at once must back off.
+                self._backoff.reset()
+                next_probe = anyio.current_time() + self._probe_seconds
+
+    async def _probe(self, conn: _ListeningConnection) -> None:
+        async with self._lock:
+            with mapped_errors():
+                row = await conn.fetchrow(_PROBE_SQL, self._own_channel)
+        if row is None or row["pid"] != self.backend_pid or not row["listening"]:
+            raise _PoolerFound  # another session answers now
+
+    async def _prove(self, conn: _ListeningConnection) -> None:
+        """Find out that the session is ours and hears; raise _PoolerFound where it is not.
+
+        Only statements without arguments, which are one message each: a pooler may give each to another backend.
+        """
+        with mapped_errors():
+            await conn.listen([self._own_channel], self._on_notification)
+            sender = await self._ring_self(conn)
+        self.backend_pid = sender
+        if sender == conn.get_server_pid():
+            return
+        if sender is not None:
+            # A pooler, which does not pass the real process id on. It sends us what comes while we talk to the backend,
+            # but does it send what comes while we do not?
+            other = await self._connect()
+            try:
+                with mapped_errors():
+                    if await self._ring_self(other) is not None:
+                        return
+            finally:
+                await close_connection(other)
+        with mapped_errors():
+            # Or is it the line that is dead? Then this raises. The backend is somebody else's next: leave it as it was.
+            await conn.execute(f"unlisten {_quoted(self._own_channel)}")
+        raise _PoolerFound
+
+    async def _ring_self(self, conn: _ListeningConnection) -> int | None:
+        """Ring our own channel from `conn`; return the process id that sent it, or None where it does not arrive."""
+        nonce = secrets.token_hex(8)
+        self._echo, self._echoed = (nonce, 0), anyio.Event()
+        await conn.execute(f"notify {_quoted(self._own_channel)}, '{nonce}'")
+        with anyio.move_on_after(self._probe_timeout):
+            await self._echoed.wait()
+        _, sender = self._echo
+        self._echo = None
+        return sender or None
+
+    async def _end_predecessors(self, conn: _ListeningConnection) -> None:
+        with mapped_errors():
+            await conn.fetch(_END_PREDECESSORS_SQL, self.application_name)
+        self._left_behind = False
+
+    # --- keeping LISTEN in step with the subscriptions ---
+
+    def _mark_dirty(self) -> None:
+        self._dirty = True
+        self._wakeup.set()
+
+    async def _sync(self, conn: _ListeningConnection) -> None:
+        """LISTEN and UNLISTEN until the session has what is wanted, also where that changes meanwhile."""
+        while True:
+            self._dirty = False
+            synced, self._synced = self._synced, anyio.Event()
+            try:
+                wanted = self._wanted()
+                missing, surplus = wanted - self._active, self._active - wanted
+                if missing or surplus:
+                    async with self._lock:
+                        with mapped_errors():
+                            if missing:
+                                await conn.listen(missing, self._on_notification)
+                                self._active |= missing
+                            if surplus:
+                                self._active -= surplus
+                                await conn.unlisten(surplus, self._on_notification)
+            finally:
+                synced.set()
+            if not self._dirty:
+                return
+
+    def _wanted(self) -> set[str]:
+        if len(self._callbacks) <= self._max_channels:
+            self._warned_of_channels = False
+            return set(self._callbacks)
+        if not self._warned_of_channels:
+            self._warned_of_channels = True
+            logger.warning(
+                "%d channels are wanted and %d listened to: the others are polled",
+                len(self._callbacks),
+                self._max_channels,
+            )
+        return set(list(self._callbacks)[: self._max_channels])
+
+    def _release_subscribers(self) -> None:
+        self._dirty = False
+        self._synced.set()
+        self._synced = anyio.Event()
+
+    # --- what comes from asyncpg, in the event loop ---
+
+    def _on_notification(self, _conn: object, pid: int, channel: str, payload: str) -> None:
+        if channel == self._own_channel:
+            if self._echo is not None and payload == self._echo[0]:
+                self._echo = (payload, pid)
+                self._echoed.set()
+            return
+        self.notifications += 1
+        self._call(self._callbacks.get(channel, ()), payload)
+
+    def _on_termination(self, _conn: object) -> None:
+        self._wakeup.set()
+
+    # --- telling others ---
+
+    def _become(self, state: ListenerState, error: RelayDispatchError | None) -> None:
+        self.last_error = error
+        before, self.state = self.state, state
+        if before == state:
+            if error is not None:
+                logger.debug("still no listening connection: %s", error)
+            return
+        if state == "degraded":
+            logger.warning("no listening connection, polling until there is one again: %s", error)
+        elif state == "polling_only":
+            logger.warning(
+                "notifications do not arrive on the listening connection: a transaction pooler stands before "
+                "PostgreSQL. Polling only, so wake-ups take up to the poll interval; "
+                "set RELAY_DISPATCH_LISTEN_DSN to a direct address of the server"
+            )
+        elif state == "listening" and before != "connecting":
+            logger.info("listening again")
+        self._call(self._state_callbacks, state)
+
+    def _call(self, callbacks: Iterable[Callable[..., None]], *args: object) -> None:
+        for callback in list(callbacks):
+            try:
+                callback(*args)
+            except Exception:
+                logger.exception("a call-back of the listener failed")
