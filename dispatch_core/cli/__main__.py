@@ -1,0 +1,5 @@
+"""`python -m dispatch_core.cli` is `relay-dispatch`."""
+
+from dispatch_core.cli import main
+
+main()

@@ -1,0 +1,179 @@
+"""`relay-dispatch db`: the schema, and who may use it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from dispatch_core import migrate as migrations
+from dispatch_core.cli.common import (
+    FAILED,
+    NOTHING_MATCHED,
+    SCHEMA_MISMATCH,
+    DsnOption,
+    Output,
+    OutputOption,
+    emit_json,
+    emit_table,
+    note,
+    resolve_dsn,
+    run_async,
+)
+
+__all__ = ["db"]
+
+db = typer.Typer(help="The schema in PostgreSQL, and the logins that may use it.", no_args_is_help=True)
+
+OnlyOption = Annotated[
+    list[str] | None, typer.Option("--only", metavar="ROOM", help="Install only this room; may be repeated.")
+]
+
+
+class Kind(str, Enum):  # noqa: UP042
+    """What a login may act as."""
+
+    GATEWAY = "gateway"
+    WORKER = "worker"
+    OPERATOR = "operator"
+
+
+LoginArgument = Annotated[str, typer.Argument(metavar="LOGIN", help="A login role of PostgreSQL.")]
+KindOption = Annotated[Kind, typer.Option("--as", help="What the login may act as.")]
+TenantOption = Annotated[str | None, typer.Option("--tenant", help="The tenant it may act for.")]
+AllTenantsOption = Annotated[bool, typer.Option("--all-tenants", help="It may act for every tenant.")]
+RelayOption = Annotated[str | None, typer.Option("--relay", help="The relay it may serve.")]
+AllRelaysOption = Annotated[bool, typer.Option("--all-relays", help="It may serve every relay.")]
+
+
+@db.command()
+def migrate(
+    dsn: DsnOption = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only tell what would be applied.")] = False,
+    sql: Annotated[bool, typer.Option("--sql", help="Print it all as a script for psql; needs no database.")] = False,
+    only: OnlyOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Bring the schema to what this version needs; nothing happens where it is that already."""
+    if plan and sql:
+        raise typer.BadParameter("--plan and --sql exclude each other")
+    if sql:
+        print(migrations.as_sql(only=only or None), end="")
+        return
+    if plan:
+        steps = run_async(migrations.plan, resolve_dsn(dsn), only=only or None)
+        if output is Output.JSON:
+            emit_json([{"step": s.name, "kind": s.kind, "transactional": s.transactional} for s in steps])
+        elif steps:
+            emit_table(["step", "kind", "transaction"], [(s.name, s.kind, s.transactional) for s in steps])
+        else:
+            note("nothing to apply")
+        return
+    report = run_async(migrations.migrate, resolve_dsn(dsn), only=only or None, on_step=_tell)
+    if output is Output.JSON:
+        emit_json(report)
+    elif report.applied:
+        emit_table(["applied"], [(name,) for name in report.applied])
+    else:
+        note("nothing to apply")
+
+
+def _tell(event: migrations.StepEvent) -> None:
+    match event.phase:
+        case "waiting":
+            note(f"waiting for {event.detail}, which is migrating this database")
+        case "start":
+            note(f"{event.step} …")
+        case "retry":
+            note(f"{event.step}: trying again ({event.detail})")
+        case "done":
+            note(f"{event.step}: done in {event.detail}")
+
+
+@db.command()
+def status(dsn: DsnOption = None, only: OnlyOption = None, output: OutputOption = Output.TABLE) -> None:
+    """Tell where the schema stands; exit code 4 where this version cannot use it."""
+    found = run_async(migrations.status, resolve_dsn(dsn), only=only or None)
+    if output is Output.JSON:
+        emit_json(found)
+    else:
+        emit_table(
+            ["step", "kind", "state", "applied at", "by", "with", "ms"],
+            [(s.step, s.kind, s.state, s.applied_at, s.applied_by, s.applied_with, s.duration_ms) for s in found.steps],
+            title=f"database {found.database}, PostgreSQL {found.server_version}: {found.state}",
+        )
+    note(found.message)
+    if found.missing_roles:
+        note(f"missing roles: {', '.join(found.missing_roles)}")
+    if not found.usable:
+        raise typer.Exit(SCHEMA_MISMATCH)
+
+
+@db.command()
+def verify(dsn: DsnOption = None, only: OnlyOption = None, output: OutputOption = Output.TABLE) -> None:
+    """Look for owners, rights, row security and indexes that are not as the migrations made them."""
+    problems = run_async(migrations.verify, resolve_dsn(dsn), only=only or None)
+    if output is Output.JSON:
+        emit_json({"ok": not problems, "problems": problems})
+    elif problems:
+        emit_table(["problem"], [(problem,) for problem in problems])
+    else:
+        note("the schema is as the migrations made it")
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+@db.command()
+def grant(
+    login: LoginArgument,
+    kind: KindOption,
+    tenant: TenantOption = None,
+    all_tenants: AllTenantsOption = False,
+    relay: RelayOption = None,
+    all_relays: AllRelaysOption = False,
+    dsn: DsnOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Let a login act for a tenant, and a worker serve a relay; it may do nothing before."""
+    scope = _scope(kind, tenant, all_tenants, relay, all_relays)
+    run_async(migrations.grant, resolve_dsn(dsn), login, role=kind.value, tenant=tenant, relay=relay)
+    if output is Output.JSON:
+        emit_json({"login": login, "as": kind.value, "tenant": tenant, "relay": relay})
+    note(f"{login} may act as {kind.value} for {scope}")
+
+
+@db.command()
+def revoke(
+    login: LoginArgument,
+    kind: KindOption,
+    tenant: TenantOption = None,
+    all_tenants: AllTenantsOption = False,
+    relay: RelayOption = None,
+    all_relays: AllRelaysOption = False,
+    dsn: DsnOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Take back exactly what `grant` gave with the same options; exit code 3 where there was no such grant."""
+    scope = _scope(kind, tenant, all_tenants, relay, all_relays)
+    removed = run_async(migrations.revoke, resolve_dsn(dsn), login, role=kind.value, tenant=tenant, relay=relay)
+    if output is Output.JSON:
+        emit_json({"login": login, "as": kind.value, "tenant": tenant, "relay": relay, "removed": removed})
+    if not removed:
+        note(f"{login} was not granted {kind.value} for {scope}")
+        raise typer.Exit(NOTHING_MATCHED)
+    note(f"{login} may no longer act as {kind.value} for {scope}")
+
+
+def _scope(kind: Kind, tenant: str | None, all_tenants: bool, relay: str | None, all_relays: bool) -> str:
+    """Check that the scope was said in words: no right that reaches everywhere comes from an option left out."""
+    if (tenant is None) == (not all_tenants):
+        raise typer.BadParameter("give either --tenant or --all-tenants")
+    if relay is not None and all_relays:
+        raise typer.BadParameter("give either --relay or --all-relays")
+    if kind is Kind.WORKER and relay is None and not all_relays:
+        raise typer.BadParameter("give either --relay or --all-relays: a worker serves relays")
+    tenants = "every tenant" if tenant is None else f"tenant {tenant}"
+    if kind is not Kind.WORKER and relay is None:
+        return tenants
+    return f"{tenants} and {'every relay' if relay is None else f'relay {relay}'}"
