@@ -249,7 +249,7 @@ def test_a_shared_directory_that_somebody_else_made_is_not_used(
     planted.mkdir()
     planted.chmod(0o777)
     monkeypatch.setattr(account, "SHARED_BASE", planted)
-    with pytest.raises(ConfigurationError, match="only root may write"):
+    with pytest.raises(ConfigurationError, match="only you may write"):
         account._shared_base()
 
 

@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 SHARED_BASE = Path("/var/tmp/relay-dispatch")
+# Only for servers that are thrown away and need not be durable. In containers it is often as small as 64 MB.
+MEMORY_FILE_SYSTEM = Path("/dev/shm")
+MEMORY_NEEDED_BYTES = 2 << 30
 # An account made for this purpose comes first, so that a machine which has one goes on using it.
 OWN_ACCOUNT = "relay-postgres"
 KNOWN_ACCOUNTS = (OWN_ACCOUNT, "postgres")
@@ -126,8 +129,10 @@ def project_directory() -> Path:
     )
 
 
-def base_directory(account: Account) -> Path:
-    """Return the directory that holds this project's servers, made if need be."""
+def base_directory(account: Account, *, in_memory: bool = False) -> Path:
+    """Return the directory that holds this project's servers, made if need be; in memory, if asked and room is."""
+    if in_memory and (base := _memory_base()) is not None:
+        return base
     if account.switch:
         return _shared_base()
     base = project_directory() / ".pgdata"
@@ -149,13 +154,27 @@ def home_for(account: Account, data_dir: Path) -> Path:
 
 
 def _shared_base() -> Path:
-    # /var/tmp is everybody's, so somebody else may have been here first: use the directory only if it is root's alone.
-    SHARED_BASE.mkdir(mode=0o755, exist_ok=True)
-    found = SHARED_BASE.lstat()
+    return _directory_of_our_own(SHARED_BASE)
+
+
+def _memory_base() -> Path | None:
+    try:
+        room = shutil.disk_usage(MEMORY_FILE_SYSTEM).free
+    except OSError:
+        return None
+    if room < MEMORY_NEEDED_BYTES or not os.access(MEMORY_FILE_SYSTEM, os.W_OK):
+        return None
+    return _directory_of_our_own(MEMORY_FILE_SYSTEM / f"relay-dispatch-{os.geteuid()}")
+
+
+def _directory_of_our_own(path: Path) -> Path:
+    # Its parent is everybody's, so somebody else may have been here first: use it only if nobody else may write it.
+    path.mkdir(mode=0o755, exist_ok=True)
+    found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise ConfigurationError(f"{SHARED_BASE} is not a directory that only root may write: remove it and try again.")
-    SHARED_BASE.chmod(0o755)
-    return SHARED_BASE
+        raise ConfigurationError(f"{path} is not a directory that only you may write: remove it and try again.")
+    path.chmod(0o755)
+    return path
 
 
 def reachable_binaries(account: Account, wheel: Path, version: str) -> Path:

