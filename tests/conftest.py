@@ -22,7 +22,7 @@ from dispatch_core.dev.logins import run_blocking
 from dispatch_core.dev.postgres import DevServer, start_local_server, start_server
 from tests.support.databases import TestDatabase, drop_database, make_template, new_database
 
-# What a test that does not pull the plug can do without. In memory, because ext4 makes files slowly after many deletions
+# What a test that does not pull the plug can do without. In memory, since ext4 makes files slowly after many deletions
 # (a clone, some 300 files, then takes 250 ms instead of 20).
 FAST = {"fsync": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
 
