@@ -281,8 +281,6 @@ def test_with_no_server_at_all_the_error_names_every_way_to_one(monkeypatch: pyt
         assert way in str(caught.value)
 
 
-# Docker's client leaks its socket where nobody answers.
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_container_serves_as_well() -> None:
     if (problem := docker_problem()) is not None:
         pytest.skip(problem)
