@@ -17,7 +17,7 @@ __all__ = ["COMMANDS", "run"]
 
 ENTRY_POINTS = "relay_dispatch.commands"
 
-COMMANDS = {"db": "dispatch_core.cli.db:db"}
+COMMANDS = {"db": "dispatch_core.cli.db:db", "doctor": "dispatch_core.cli.doctor:doctor"}
 """The groups of the core itself, imported like those of the SDKs: when they are asked for."""
 
 

@@ -46,6 +46,8 @@ __all__ = [
     "note",
     "report_error",
     "resolve_dsn",
+    "resolve_listen_dsn",
+    "result_console",
     "run_async",
 ]
 
@@ -81,6 +83,14 @@ def resolve_dsn(dsn: str | None) -> str:
     return found.get_secret_value()
 
 
+def resolve_listen_dsn(dsn: str | None) -> str | None:
+    """Return the DSN for LISTEN of the option, else of the environment; None where it is that of the statements."""
+    from dispatch_core.settings import CoreSettings
+
+    found = CoreSettings.load(listen_dsn=dsn).listen_dsn
+    return (found.get_secret_value() or None) if found is not None else None
+
+
 def run_async(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     """Run a coroutine function to its end."""
     return anyio.run(partial(function, *args, **kwargs))
@@ -97,10 +107,15 @@ def emit_json(document: object) -> None:
     sys.stdout.write("\n")
 
 
+def result_console() -> Console:
+    """Return a console for results on stdout."""
+    # Without a terminal the width is unknown, and 80 columns would cut ids that somebody wants to copy.
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
 def emit_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
     """Print a result as a table; None is an empty cell."""
-    # Without a terminal the width is unknown, and 80 columns would cut ids that somebody wants to copy.
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200, highlight=False)
+    console = result_console()
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
         table.add_row(*("" if cell is None else _cell(cell) for cell in row))

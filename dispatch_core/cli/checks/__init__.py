@@ -1,0 +1,47 @@
+"""What `doctor` looks at: one function a subject, each of which reads and changes nothing.
+
+A check returns findings and does not raise for what it was made to find. What PostgreSQL hides from a plain login
+(other logins' statements and transactions) is left out, and the finding says how much that was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable
+
+from dispatch_core.cli.checks import login, server, way
+from dispatch_core.cli.checks.finding import Finding, Verdict, connection
+from dispatch_core.errors import RelayDispatchError
+
+__all__ = ["Finding", "Verdict", "examine"]
+
+
+async def examine(dsn: str, listen_dsn: str | None = None, *, timeout: float = 5.0) -> list[Finding]:
+    """Make all checks; `listen_dsn` None: listening goes the same way as statements. `timeout` is seconds to connect.
+
+    Raises: DatabaseUnavailableError and the like where not even `dsn` can be reached.
+    """
+    findings: list[Finding] = []
+
+    async def add(check: str, made: Awaitable[list[Finding]]) -> None:
+        try:
+            findings.extend(await made)
+        except RelayDispatchError as error:
+            findings.append(Finding(check, "fail", f"the check could not be made: {error}"))
+
+    started = time.perf_counter()
+    async with connection(dsn, timeout) as conn:
+        await add("reach", way.reach(conn, time.perf_counter() - started))
+        await add("version", way.version(conn))
+        await add("pooler", way.pooler(conn, separate=listen_dsn is not None))
+        await add("statements", way.statements(dsn, timeout))
+        await add("listen", way.listen(listen_dsn or dsn, timeout))
+        await add("clock", way.clock(conn))
+        await add("schema", login.schema(dsn))
+        if findings[-1].verdict != "fail":  # else there is nothing that the next two could read
+            await add("row security", login.row_security(conn))
+            await add("rights", login.rights(conn))
+        await add("listeners", server.listeners(conn))
+        await add("transactions", server.transactions(conn))
+        await add("settings", server.settings(conn))
+    return findings
