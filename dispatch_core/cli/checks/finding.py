@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dispatch_core.database import Connection, connect, mapped_errors
+from dispatch_core.database import Connection, close_connection, connect, mapped_errors
 
 __all__ = ["Finding", "Verdict", "age", "all_rows", "connection", "hidden", "ms", "one_row"]
 
