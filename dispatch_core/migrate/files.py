@@ -26,7 +26,7 @@ from typing import Literal
 from dispatch_core.errors import MigrationError
 from dispatch_core.migrate.sqltext import split_statements, words
 
-__all__ = ["OWNER_ROLES", "Migrations", "SqlFile", "Step", "default_directory", "load"]
+__all__ = ["OWNER_ROLES", "Index", "Migrations", "SqlFile", "Step", "default_directory", "load"]
 
 OWNER_ROLES = ("relay_owner", "relay_api", "relay_sweep")
 """Roles that own things in schema relay, and that a file may run as."""
@@ -39,7 +39,7 @@ _PROTOCOL_LINE = re.compile(r"(protocol|compatible-from):\s*(\d+)")
 _RELEASED_LINE = re.compile(r"released:\s*(\S+)\s+([0-9a-f]{64})")
 _CREATE_INDEX = re.compile(
     r'create (?:unique )?index concurrently (?:if not exists )?("(?:[^"]|"")+"|(?!if |on )\S+) '
-    r'on (?:only )?"?relay"? \. '
+    r'on (?:only )?"?relay"? \. ("(?:[^"]|"")+"|\S+)'
 )
 _REPEATABLE = re.compile(
     r'drop index concurrently if exists "?relay"? \. '
@@ -53,6 +53,14 @@ _ENDS_TRANSACTION = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Index:
+    """An index in schema relay."""
+
+    name: str
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
 class SqlFile:
     """One file of the migrations directory."""
 
@@ -62,8 +70,8 @@ class SqlFile:
     role: str | None
     room: str | None
     transactional: bool
-    builds_index: str | None = None
-    """The name of the index that a ``-- no-transaction`` file builds, in schema relay."""
+    builds: Index | None = None
+    """The index that a ``-- no-transaction`` file builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +224,8 @@ def _directives(name: str, sql: str) -> dict[str, str]:
     return found
 
 
-def _check_statements(name: str, sql: str, transactional: bool) -> str | None:
-    """Check what a file says; return the name of the index that it builds outside a transaction."""
+def _check_statements(name: str, sql: str, transactional: bool) -> Index | None:
+    """Check what a file says; return the index that it builds outside a transaction."""
     try:
         statements = split_statements(sql)
     except ValueError as error:
@@ -234,17 +242,20 @@ def _check_statements(name: str, sql: str, transactional: bool) -> str | None:
     return _check_repeatable(name, " ".join(words(statements[0], 24)))
 
 
-def _check_repeatable(name: str, statement: str) -> str | None:
+def _check_repeatable(name: str, statement: str) -> Index | None:
     # Between such a statement and its history row a runner can be killed, and then the statement runs again.
     if match := _CREATE_INDEX.match(statement):
-        index = match.group(1)
-        return index[1:-1].replace('""', '"') if index.startswith('"') else index
+        return Index(_unquoted(match.group(1)), _unquoted(match.group(2)))
     if _REPEATABLE.match(statement) is None:
         raise MigrationError(
             f"{name}: outside a transaction only CREATE INDEX CONCURRENTLY name ON relay.table, DROP INDEX "
             "CONCURRENTLY IF EXISTS relay.name, REINDEX … CONCURRENTLY, VACUUM and ANALYZE can be repeated after a kill"
         )
     return None
+
+
+def _unquoted(name: str) -> str:
+    return name[1:-1].replace('""', '"') if name.startswith('"') else name
 
 
 def _read_protocol(path: Path) -> tuple[int, int, tuple[tuple[str, str], ...]]:

@@ -7,6 +7,7 @@ together. All functions are one step: readers see the old ones or the new ones.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import anyio
+import asyncpg
 
 from dispatch_core.backoff import full_jitter
 from dispatch_core.database import Connection
@@ -21,7 +23,7 @@ from dispatch_core.errors import DatabaseBusyError, MigrationError, MigrationRig
 from dispatch_core.migrate import sql
 from dispatch_core.migrate.compare import Applied, compare, package_version, read_rows
 from dispatch_core.migrate.connection import connect, migration_lock, translated
-from dispatch_core.migrate.files import Migrations, SqlFile, Step, load
+from dispatch_core.migrate.files import Index, Migrations, SqlFile, Step, load
 from dispatch_core.migrate.roles import State, ensure_rights, read_state
 
 __all__ = ["MigrationReport", "StepEvent", "migrate", "plan", "read_history"]
@@ -251,46 +253,49 @@ async def _execute(conn: Connection, file: SqlFile) -> None:
 
 async def _apply_outside(conn: Connection, step: Step, file: SqlFile, limits: _Limits) -> None:
     started = time.monotonic()
-    await _drop_invalid(conn, file)
-    if file.builds_index is None or await conn.fetchrow(sql.INDEX_STATE, file.builds_index) is None:
-        remaining = max(limits.deadline - anyio.current_time(), limits.lock_timeout)
-        # What runs concurrently blocks nobody while it waits for older transactions, so it may wait for long.
-        await conn.execute("select set_config('lock_timeout', $1, false)", f"{remaining * 1000:.0f}ms")
-        try:
-            await conn.execute(_SET_ROLE[file.role])
+    # What runs concurrently blocks nobody while it waits for older transactions, so it may wait for long.
+    await _set_lock_timeout(conn, max(limits.deadline - anyio.current_time(), limits.lock_timeout))
+    try:
+        await conn.execute(_SET_ROLE[file.role])
+        if file.builds is None:
             with translated(file.name, file.sql):
                 await conn.execute(file.sql)
-        except (DatabaseBusyError, MigrationError):
-            # An invalid index is read by nobody, and still written by everybody.
-            await _drop_invalid(conn, file)
-            raise
-        finally:
-            if not conn.is_closed():
-                await conn.execute(_SET_ROLE[None])
-                await conn.execute("set lock_timeout = 0")
-    if file.builds_index is not None:
-        row = await conn.fetchrow(sql.INDEX_STATE, file.builds_index)
-        if row is None or not row["valid"]:
-            await _drop_invalid(conn, file)
-            raise MigrationError(f"{file.name}: the index {file.builds_index} is not valid after it was built")
+        else:
+            await _build_index(conn, file, file.builds, limits)
+    finally:
+        if not conn.is_closed():
+            await conn.execute(_SET_ROLE[None])
+            await conn.execute("set lock_timeout = 0")
     async with conn.transaction():
         await _begin_step(conn, limits)
         await _record(conn, step, None, started)
 
 
-async def _drop_invalid(conn: Connection, file: SqlFile) -> None:
-    """Drop what a killed run left behind."""
-    if file.builds_index is None:
-        return
-    row = await conn.fetchrow(sql.INDEX_STATE, file.builds_index)
-    if row is not None and not row["valid"]:
-        statement = await conn.fetchval(_DROP_INDEX, file.builds_index)
-        try:
-            await conn.execute(_SET_ROLE[file.role])
-            await conn.execute(statement)
-        finally:
-            if not conn.is_closed():
-                await conn.execute(_SET_ROLE[None])
+async def _build_index(conn: Connection, file: SqlFile, index: Index, limits: _Limits) -> None:
+    found = await conn.fetchrow(sql.INDEX_STATE, index.name)
+    if found is not None and found["on_table"] != index.table:
+        raise MigrationError(f"{file.name}: relay.{index.name} is there already, on relay.{found['on_table']}")
+    if found is not None and found["valid"]:
+        return  # a run was killed after it built the index, and before it wrote that down
+    if found is not None:
+        await conn.execute(await conn.fetchval(_DROP_INDEX, index.name))
+    try:
+        with translated(file.name, file.sql):
+            await conn.execute(file.sql)
+        found = await conn.fetchrow(sql.INDEX_STATE, index.name)
+        if found is None or not found["valid"]:
+            raise MigrationError(f"{file.name}: the index {index.name} is not valid after it was built")
+    except (DatabaseBusyError, MigrationError):
+        # No query reads an invalid index, and every write still pays for it. The next run would drop it too.
+        with contextlib.suppress(asyncpg.PostgresError):
+            await _set_lock_timeout(conn, limits.lock_timeout)
+            if await conn.fetchrow(sql.INDEX_STATE, index.name) is not None:
+                await conn.execute(await conn.fetchval(_DROP_INDEX, index.name))
+        raise
+
+
+async def _set_lock_timeout(conn: Connection, seconds: float) -> None:
+    await conn.execute("select set_config('lock_timeout', $1, false)", f"{seconds * 1000:.0f}ms")
 
 
 async def _record(conn: Connection, step: Step, functions_of: Migrations | None, started: float) -> None:

@@ -173,8 +173,9 @@ order by 1
 """
 
 INDEX_STATE = """
-select i.indisvalid and i.indisready and i.indislive as valid, i.indrelid::regclass::text as on_table
+select i.indisvalid and i.indisready and i.indislive as valid, t.relname::text as on_table
 from pg_index i
+join pg_class t on t.oid = i.indrelid
 join pg_class c on c.oid = i.indexrelid
 join pg_namespace n on n.oid = c.relnamespace
 where n.nspname = 'relay' and c.relname = $1
