@@ -1,3 +1,93 @@
-"""What both SDKs of Relay Dispatch stand on: the protocol in PostgreSQL, its errors and its models."""
+"""What gateways and relays share: the protocol's Python side.
 
-__all__: list[str] = []
+    migrate                   bring a database's schema `relay` up to this version
+    RelayDispatchRepository   the dispatch verbs on a connection of yours, one SQL function each
+    DispatchRequest, DispatchJob, DispatchResult, DispatchStatus    what crosses the seams
+    RelayDispatchError        the root of every error, with a stable `code` and `retryable`
+
+Applications use `gateway_sdk` and `relay_sdk`, which stand on this package and never on each other.
+"""
+
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.errors import (
+    ConfigurationError,
+    ConnectionLostError,
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    HandlerRegistrationError,
+    IdempotencyConflictError,
+    InvalidBodyError,
+    InvalidDeadlineError,
+    InvalidHeadersError,
+    InvalidInputError,
+    InvalidNameError,
+    InvalidResultError,
+    MalformedHeadersError,
+    MigrationError,
+    RelayDispatchError,
+    SchemaMismatchError,
+    TenancyDeniedError,
+    TenancyError,
+    TenancyMismatchError,
+    TenancyUnboundError,
+    UnknownJobError,
+    WaitTimeoutError,
+)
+from dispatch_core.migrate import migrate
+from dispatch_core.models import (
+    ClaimedJobs,
+    Completion,
+    DispatchJob,
+    DispatchRequest,
+    DispatchResult,
+    DispatchStatus,
+    EndedJob,
+    MalformedJob,
+    PutBack,
+    Settled,
+    WriteOutcome,
+)
+from dispatch_core.tenancy import DISPATCH_TENANT_SCOPE_SQL
+
+__all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
+    "DISPATCH_TENANT_SCOPE_SQL",
+    "RelayDispatchRepository",
+    "migrate",
+    #
+    "ClaimedJobs",
+    "Completion",
+    "DispatchJob",
+    "DispatchRequest",
+    "DispatchResult",
+    "DispatchStatus",
+    "EndedJob",
+    "MalformedJob",
+    "PutBack",
+    "Settled",
+    "WriteOutcome",
+    #
+    "ConfigurationError",
+    "ConnectionLostError",
+    "DatabaseBusyError",
+    "DatabaseError",
+    "DatabaseUnavailableError",
+    "HandlerRegistrationError",
+    "IdempotencyConflictError",
+    "InvalidBodyError",
+    "InvalidDeadlineError",
+    "InvalidHeadersError",
+    "InvalidInputError",
+    "InvalidNameError",
+    "InvalidResultError",
+    "MalformedHeadersError",
+    "MigrationError",
+    "RelayDispatchError",
+    "SchemaMismatchError",
+    "TenancyDeniedError",
+    "TenancyError",
+    "TenancyMismatchError",
+    "TenancyUnboundError",
+    "UnknownJobError",
+    "WaitTimeoutError",
+]

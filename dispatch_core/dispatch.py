@@ -42,7 +42,14 @@ from dispatch_core.models import (
     WriteOutcome,
 )
 
-__all__ = ["DEFAULT_TTL_SECONDS", "MAX_BODY_BYTES", "MAX_TTL_SECONDS", "EnqueueRow", "RelayDispatchRepository", "prepare"]
+__all__ = [
+    "DEFAULT_TTL_SECONDS",
+    "MAX_BODY_BYTES",
+    "MAX_TTL_SECONDS",
+    "EnqueueRow",
+    "RelayDispatchRepository",
+    "prepare",
+]
 
 DEFAULT_TTL_SECONDS: Final = 300.0
 MAX_TTL_SECONDS: Final = 7 * 86400.0
@@ -53,12 +60,14 @@ _ENQUEUE: Final = "select n, inserted from relay.enqueue($1, $2, $3, $4, $5, $6,
 _ENQUEUE_KEYED: Final = (
     "select job_id, duplicate from relay.enqueue_keyed($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
 )
-_CLAIM_COLUMNS: Final = (
-    "outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt, max_attempts, fence, seq, created_at,"
-    " expires_at, remaining"
-)
-_CLAIM: Final = "select " + _CLAIM_COLUMNS + " from relay.claim($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
-_CLAIM_AGAIN: Final = "select " + _CLAIM_COLUMNS + " from relay.claim_again($1, $2, $3, $4, $5, $6)"
+_CLAIM: Final = """
+select outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt, max_attempts, fence, seq, created_at,
+       expires_at, remaining
+from relay.claim($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"""
+_CLAIM_AGAIN: Final = """
+select outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt, max_attempts, fence, seq, created_at,
+       expires_at, remaining
+from relay.claim_again($1, $2, $3, $4, $5, $6)"""
 _FETCH_BODY: Final = "select body from relay.fetch_body($1, $2, $3, $4, $5)"
 _HEARTBEAT: Final = "select n, outcome from relay.heartbeat($1, $2, $3, $4, $5, $6)"
 _COMPLETE: Final = "select n, outcome, status from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"

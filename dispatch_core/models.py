@@ -33,6 +33,7 @@ __all__ = [
     "WriteOutcome",
 ]
 
+
 class DispatchStatus(StrEnum):
     """Where a job stands. `succeeded`, `failed` and `expired` are terminal and never change."""
 

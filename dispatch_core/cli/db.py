@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from dispatch_core import migrate as migrations
 from dispatch_core.cli.common import (
     FAILED,
     NOTHING_MATCHED,
@@ -21,6 +20,13 @@ from dispatch_core.cli.common import (
     resolve_dsn,
     run_async,
 )
+from dispatch_core.migrate import StepEvent, as_sql
+from dispatch_core.migrate import grant as grant_login
+from dispatch_core.migrate import migrate as apply_steps
+from dispatch_core.migrate import plan as plan_steps
+from dispatch_core.migrate import revoke as revoke_login
+from dispatch_core.migrate import status as read_status
+from dispatch_core.migrate import verify as find_problems
 
 __all__ = ["db"]
 
@@ -59,10 +65,10 @@ def migrate(
     if plan and sql:
         raise typer.BadParameter("--plan and --sql exclude each other")
     if sql:
-        print(migrations.as_sql(only=only or None), end="")
+        print(as_sql(only=only or None), end="")
         return
     if plan:
-        steps = run_async(migrations.plan, resolve_dsn(dsn), only=only or None)
+        steps = run_async(plan_steps, resolve_dsn(dsn), only=only or None)
         if output is Output.JSON:
             emit_json([{"step": s.name, "kind": s.kind, "transactional": s.transactional} for s in steps])
         elif steps:
@@ -70,7 +76,7 @@ def migrate(
         else:
             note("nothing to apply")
         return
-    report = run_async(migrations.migrate, resolve_dsn(dsn), only=only or None, on_step=_tell)
+    report = run_async(apply_steps, resolve_dsn(dsn), only=only or None, on_step=_tell)
     if output is Output.JSON:
         emit_json(report)
     elif report.applied:
@@ -79,7 +85,7 @@ def migrate(
         note("nothing to apply")
 
 
-def _tell(event: migrations.StepEvent) -> None:
+def _tell(event: StepEvent) -> None:
     match event.phase:
         case "waiting":
             note(f"waiting for {event.detail}, which is migrating this database")
@@ -94,7 +100,7 @@ def _tell(event: migrations.StepEvent) -> None:
 @db.command()
 def status(dsn: DsnOption = None, only: OnlyOption = None, output: OutputOption = Output.TABLE) -> None:
     """Tell where the schema stands; exit code 4 where this version cannot use it."""
-    found = run_async(migrations.status, resolve_dsn(dsn), only=only or None)
+    found = run_async(read_status, resolve_dsn(dsn), only=only or None)
     if output is Output.JSON:
         emit_json(found)
     else:
@@ -113,7 +119,7 @@ def status(dsn: DsnOption = None, only: OnlyOption = None, output: OutputOption 
 @db.command()
 def verify(dsn: DsnOption = None, only: OnlyOption = None, output: OutputOption = Output.TABLE) -> None:
     """Look for owners, rights, row security and indexes that are not as the migrations made them."""
-    problems = run_async(migrations.verify, resolve_dsn(dsn), only=only or None)
+    problems = run_async(find_problems, resolve_dsn(dsn), only=only or None)
     if output is Output.JSON:
         emit_json({"ok": not problems, "problems": problems})
     elif problems:
@@ -137,7 +143,7 @@ def grant(
 ) -> None:
     """Let a login act for a tenant, and a worker serve a relay; it may do nothing before."""
     scope = _scope(kind, tenant, all_tenants, relay, all_relays)
-    run_async(migrations.grant, resolve_dsn(dsn), login, role=kind.value, tenant=tenant, relay=relay)
+    run_async(grant_login, resolve_dsn(dsn), login, role=kind.value, tenant=tenant, relay=relay)
     if output is Output.JSON:
         emit_json({"login": login, "as": kind.value, "tenant": tenant, "relay": relay})
     note(f"{login} may act as {kind.value} for {scope}")
@@ -156,7 +162,7 @@ def revoke(
 ) -> None:
     """Take back exactly what `grant` gave with the same options; exit code 3 where there was no such grant."""
     scope = _scope(kind, tenant, all_tenants, relay, all_relays)
-    removed = run_async(migrations.revoke, resolve_dsn(dsn), login, role=kind.value, tenant=tenant, relay=relay)
+    removed = run_async(revoke_login, resolve_dsn(dsn), login, role=kind.value, tenant=tenant, relay=relay)
     if output is Output.JSON:
         emit_json({"login": login, "as": kind.value, "tenant": tenant, "relay": relay, "removed": removed})
     if not removed:

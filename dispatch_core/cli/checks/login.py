@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dispatch_core import migrate
 from dispatch_core.cli.checks.finding import Finding, Verdict, all_rows
 from dispatch_core.database import Connection, mapped_errors
 from dispatch_core.errors import SchemaMismatchError, TenancyDeniedError, TenancyUnboundError
+from dispatch_core.migrate import status as read_status
 from dispatch_core.tenancy import bypasses_row_security
 
 __all__ = ["rights", "row_security", "schema"]
@@ -34,7 +34,7 @@ VERBS: Final = {
 
 async def schema(dsn: str) -> list[Finding]:
     try:
-        found = await migrate.status(dsn)
+        found = await read_status(dsn)
     except (TenancyDeniedError, SchemaMismatchError) as error:
         return [
             Finding("schema", "fail", str(error), "relay-dispatch db migrate; relay-dispatch db grant LOGIN --as …")
