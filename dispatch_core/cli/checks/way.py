@@ -110,6 +110,7 @@ async def listen(dsn: str, timeout: float) -> list[Finding]:
                     found = f"LISTEN hears nothing within {LISTEN_TIMEOUT_SECONDS:g} s"
                     return [Finding("listen", "fail", found, mend)]
                 times.append(time.perf_counter() - started)
+            await conn.remove_listener(channel, hear)
     trip = statistics.median(times)
     values = {"round_trip_ms": round(trip * 1000, 2), "worst_ms": round(max(times) * 1000, 2)}
     text = f"a NOTIFY comes back in {ms(trip)} (at worst {ms(max(times))})"
