@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
@@ -39,7 +40,6 @@ _ATTRIBUTES: Final = {
     OPERATOR_LOGIN: "NOCREATEROLE",
     MIGRATOR_LOGIN: "CREATEROLE",
 }
-# The verb is CREATE or ALTER. Roles are cluster-wide, so several processes may come here at the same time.
 _ROLE_SQL: Final = """
 select format('%s ROLE %I LOGIN NOSUPERUSER NOCREATEDB %s NOREPLICATION NOBYPASSRLS PASSWORD %L',
               $1::text, $2::text, $3::text, $4::text)
@@ -48,9 +48,7 @@ select format('%s ROLE %I LOGIN NOSUPERUSER NOCREATEDB %s NOREPLICATION NOBYPASS
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, whether or not an event loop runs in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:
         return asyncio.run(work)
     outcome: list[T] = []
     failure: list[BaseException] = []
@@ -85,25 +83,15 @@ async def ensure_logins(admin_dsn: str) -> None:
 
     Idempotent: by role name. Raises: ConfigurationError where `admin_dsn` is no superuser's.
     """
-    connection = await asyncpg.connect(admin_dsn, timeout=30)
-    try:
+    async with _alone(admin_dsn) as connection:
         if not await connection.fetchval("select rolsuper from pg_roles where rolname = current_user"):
             raise ConfigurationError(
                 "The development server's DSN must be a superuser's: it creates logins and databases."
             )
         for login, attribute in _ATTRIBUTES.items():
             known = await connection.fetchval("select true from pg_roles where rolname = $1", login)
-            try:
-                await _role(connection, "ALTER" if known else "CREATE", login, attribute)
-            except (asyncpg.DuplicateObjectError, asyncpg.UniqueViolationError, asyncpg.InternalServerError):
-                # Somebody else created or altered it meanwhile, with these same attributes.
-                await _role(connection, "ALTER", login, attribute)
-    finally:
-        await connection.close()
-
-
-async def _role(connection: asyncpg.Connection[Any], verb: str, login: str, attribute: str) -> None:
-    await connection.execute(await connection.fetchval(_ROLE_SQL, verb, login, attribute, LOGIN_PASSWORD))
+            verb = "ALTER" if known else "CREATE"
+            await connection.execute(await connection.fetchval(_ROLE_SQL, verb, login, attribute, LOGIN_PASSWORD))
 
 
 async def create_database(admin_dsn: str, name: str) -> None:
@@ -111,13 +99,19 @@ async def create_database(admin_dsn: str, name: str) -> None:
 
     Idempotent: by name.
     """
-    connection = await asyncpg.connect(admin_dsn, timeout=30)
-    try:
-        try:
+    async with _alone(admin_dsn) as connection:
+        if not await connection.fetchval("select true from pg_database where datname = $1", name):
             await connection.execute(await connection.fetchval("select format('CREATE DATABASE %I', $1::text)", name))
-        except (asyncpg.DuplicateDatabaseError, asyncpg.UniqueViolationError):
-            pass  # it is there, or somebody else is just making it
         grant = "select format('GRANT CREATE ON DATABASE %I TO %I', $1::text, $2::text)"
         await connection.execute(await connection.fetchval(grant, name, MIGRATOR_LOGIN))
+
+
+@asynccontextmanager
+async def _alone(admin_dsn: str) -> AsyncIterator[asyncpg.Connection[Any]]:
+    # Two processes that alter one role or database at the same moment fail with "tuple concurrently updated".
+    connection = await asyncpg.connect(admin_dsn, timeout=30)
+    try:
+        await connection.execute("select pg_advisory_lock(hashtextextended('relay-dispatch-dev', 0))")
+        yield connection
     finally:
         await connection.close()
