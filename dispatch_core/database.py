@@ -119,9 +119,6 @@ def translate(
             f"PostgreSQL could not be reached: {error}" if connecting else f"the connection broke: {error}",
             job_id=job_id,
         )
-    if isinstance(error, asyncpg.DataError):
-        # asyncpg could not encode an argument; nothing was sent.
-        return InvalidInputError(str(error))
     if isinstance(error, asyncpg.exceptions.ClientConfigurationError):
         return ConfigurationError(str(error))
     if isinstance(error, asyncpg.exceptions.TargetServerAttributeNotMatched):
@@ -142,7 +139,11 @@ def _translate_sqlstate(error: asyncpg.PostgresError, job_id: UUID | None, conne
     state: str = error.sqlstate or ""
     # Only the message: DETAIL quotes values of rows, which may be another tenant's.
     # Those that the driver makes itself have no such fields and their text as their argument.
-    message = str(getattr(error, "message", None) or (error.args[0] if error.args else type(error).__name__))
+    message = getattr(error, "message", None)
+    if message is None:
+        message = str(error.args[0] if error.args else type(error).__name__)
+        if isinstance(error, asyncpg.DataError):
+            return InvalidInputError(message)  # an argument could not be encoded; nothing was sent
     ours = _OURS.get(state)
     if ours is UnknownJobError:
         return UnknownJobError(message, job_id=job_id)

@@ -1,0 +1,413 @@
+"""The database seam: every driver error becomes one of ours, and nothing waits without a bound."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, TypeAlias
+from uuid import UUID
+
+import anyio
+import asyncpg
+import pytest
+
+from dispatch_core.database import Database, close_connection, connect, mapped_errors, translate
+from dispatch_core.errors import (
+    ConfigurationError,
+    ConnectionLostError,
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    IdempotencyConflictError,
+    InvalidDeadlineError,
+    InvalidInputError,
+    RelayDispatchError,
+    SchemaMismatchError,
+    TenancyDeniedError,
+    TenancyMismatchError,
+    TenancyUnboundError,
+    UnknownJobError,
+    WaitTimeoutError,
+)
+from dispatch_core.tenancy import bypasses_row_security, warn_if_bypassing
+from tests.support.activity import terminate, wait_until_statement_runs
+from tests.support.databases import TestDatabase
+from tests.support.eventually import eventually
+from tests.support.pooler import FakePooler
+from tests.support.proxy import TcpProxy
+
+JOB = UUID(int=7)
+Admin: TypeAlias = "asyncpg.Connection[Any]"
+
+
+async def raised_by_the_server(conn: Admin, sqlstate: str, message: str = "the reason") -> RelayDispatchError:
+    with pytest.raises(RelayDispatchError) as caught, mapped_errors(job_id=JOB):
+        await conn.execute(
+            f"do $$ begin raise exception '{message}' using errcode = '{sqlstate}', detail = 'foreign row'; end $$"
+        )
+    assert isinstance(caught.value.__cause__, asyncpg.PostgresError)
+    assert "foreign row" not in str(caught.value)
+    return caught.value
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("sqlstate", "kind", "retryable"),
+    [
+        ("S2001", TenancyUnboundError, False),
+        ("S2002", TenancyMismatchError, False),
+        ("S2003", TenancyDeniedError, False),
+        ("S2010", IdempotencyConflictError, False),
+        ("S2020", InvalidInputError, False),
+        ("S2021", InvalidDeadlineError, False),
+        ("S2030", UnknownJobError, False),
+        ("S2040", SchemaMismatchError, False),
+        ("S2999", DatabaseError, False),
+        ("40001", DatabaseBusyError, True),
+        ("40P01", DatabaseBusyError, True),
+        ("55P03", DatabaseBusyError, True),
+        ("57014", DatabaseBusyError, True),
+        ("40003", ConnectionLostError, True),
+        ("08006", ConnectionLostError, True),
+        ("57P01", ConnectionLostError, True),
+        ("57P02", ConnectionLostError, True),
+        ("25006", ConnectionLostError, True),
+        ("25P03", ConnectionLostError, True),
+        ("57P03", DatabaseUnavailableError, True),
+        ("53300", DatabaseUnavailableError, True),
+        ("53100", DatabaseUnavailableError, True),
+        ("42501", TenancyDeniedError, False),
+        ("22012", DatabaseError, False),
+        ("23505", DatabaseError, False),
+        ("42883", DatabaseError, False),
+        ("XX000", DatabaseError, False),
+    ],
+)
+async def test_each_sqlstate_becomes_its_error(
+    admin: Admin, sqlstate: str, kind: type[RelayDispatchError], retryable: bool
+) -> None:
+    error = await raised_by_the_server(admin, sqlstate)
+    assert type(error) is kind
+    assert error.retryable is retryable
+    assert "the reason" in str(error)
+    if isinstance(error, DatabaseError):
+        assert (error.sqlstate, error.job_id) == (sqlstate, JOB)
+    if isinstance(error, UnknownJobError):
+        assert error.job_id == JOB
+
+
+@pytest.mark.parametrize(
+    "statement", ["select relay.enqueue()", "select * from relay.jobs", "select * from relay.x(1)"]
+)
+async def test_a_database_without_our_schema_is_a_schema_mismatch_with_its_mend(
+    bare_database: TestDatabase, statement: str
+) -> None:
+    async with Database(bare_database.admin_dsn) as database:
+        with pytest.raises(SchemaMismatchError, match="relay-dispatch db migrate"):
+            await database.execute(statement)
+        with pytest.raises(DatabaseError) as caught:  # somebody else's schema is none of ours
+            await database.execute(statement.replace("relay.", "other."))
+        assert type(caught.value) is DatabaseError
+
+
+async def test_an_argument_that_cannot_be_encoded_is_invalid_input(admin: Admin) -> None:
+    for argument in ("\ud800", 5, object()):
+        with pytest.raises(InvalidInputError), mapped_errors():
+            await admin.fetchval("select $1::text", argument)
+    with pytest.raises(DatabaseError) as caught, mapped_errors():
+        await admin.fetchval("select $1::text", "a\0b")
+    assert caught.value.sqlstate == "22021"
+
+
+async def test_a_closed_connection_and_one_that_is_busy_are_told_apart(admin: Admin) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(admin.execute, "select pg_sleep(0.2)")
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(DatabaseError) as caught, mapped_errors():
+            await admin.fetch("select 1")
+    assert not isinstance(caught.value, DatabaseUnavailableError)
+    await admin.close()
+    with pytest.raises(DatabaseUnavailableError), mapped_errors():
+        await admin.fetch("select 1")
+
+
+def test_our_own_errors_and_everybody_elses_pass_untouched() -> None:
+    for error in (WaitTimeoutError(), TenancyUnboundError(), KeyError("x"), ZeroDivisionError()):
+        assert translate(error) is None
+        with pytest.raises(type(error)) as caught, mapped_errors():
+            raise error
+        assert caught.value is error
+
+
+@pytest.mark.case("C29")
+async def test_cancellation_passes_untouched(admin: Admin) -> None:
+    with anyio.move_on_after(0.05) as scope, mapped_errors():
+        await admin.execute("select pg_sleep(10)")
+    assert scope.cancelled_caught
+
+
+# --- connecting ---
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "postgresql://ann:s3cr/et@db/app",
+        "postgresql://ann:s3cr#et@db/app",
+        "postgresql://ann:s3cret@db:port/app",
+        "mysql://ann:s3cret@db/app",
+        "ann:s3cret@db",
+        "postgresql://ann:s3cret@" + "x" * 100 + "/app",
+        "postgresql://ann:s3cret@db/app?sslmode=maybe",
+    ],
+)
+async def test_a_dsn_that_is_none_is_a_configuration_error_that_shows_nothing_of_it(dsn: str) -> None:
+    for opening in (connect(dsn), Database(dsn).__aenter__()):
+        with pytest.raises(ConfigurationError) as caught:
+            await opening
+        assert "s3cr" not in str(caught.value)
+        assert caught.value.__suppress_context__
+
+
+async def test_a_server_that_refuses_is_unavailable(unused_tcp_port: int) -> None:
+    dsn = f"postgresql://ann:s3cret@127.0.0.1:{unused_tcp_port}/app"
+    for opening in (connect(dsn), Database(dsn).__aenter__()):
+        with pytest.raises(DatabaseUnavailableError) as caught:
+            await opening
+        assert not isinstance(caught.value, ConnectionLostError)
+        assert caught.value.retryable
+        assert "s3cret" not in str(caught.value)
+
+
+async def test_a_wrong_password_is_a_clear_error_without_the_password(database: TestDatabase) -> None:
+    dsn = database.dsn("relay_gateway_login", "s3cret")
+    for opening in (connect(dsn), Database(dsn).__aenter__()):
+        with pytest.raises(DatabaseError, match="password authentication failed") as caught:
+            await opening
+        assert caught.value.sqlstate == "28P01"
+        assert not caught.value.retryable
+        assert "s3cret" not in str(caught.value)
+
+
+async def test_a_database_that_does_not_exist_is_named(database: TestDatabase) -> None:
+    with pytest.raises(DatabaseError, match="nowhere") as caught:
+        await connect(database.server.gateway_dsn("nowhere"))
+    assert caught.value.sqlstate == "3D000"
+
+
+async def test_a_server_that_never_answers_is_given_up_in_time(database: TestDatabase) -> None:
+    async with TcpProxy.before(database.gateway_dsn) as proxy:
+        proxy.mode = "black_hole"
+        for opening in (
+            connect(proxy.dsn(database.gateway_dsn), connect_timeout=0.3),
+            Database(proxy.dsn(database.gateway_dsn), connect_timeout=0.3).__aenter__(),
+        ):
+            start = time.monotonic()
+            with pytest.raises(DatabaseUnavailableError, match="in time"):
+                await opening
+            assert time.monotonic() - start < 2
+
+
+async def test_connections_carry_their_application_name(database: TestDatabase, admin: Admin) -> None:
+    async with Database(database.gateway_dsn, application_name="relay-dispatch test") as pool:
+        dedicated = await pool.connect_dedicated("heartbeat")
+        names = await admin.fetch(
+            "select application_name from pg_stat_activity where datname = current_database() and usename like 'relay%'"
+        )
+        assert {row[0] for row in names} == {"relay-dispatch test", "relay-dispatch test heartbeat"}
+        await close_connection(dedicated)
+        await close_connection(dedicated)
+        assert dedicated.is_closed()
+
+
+# --- the pool ---
+
+
+async def test_a_pool_that_is_not_open_says_so(database: TestDatabase) -> None:
+    pool = Database(database.gateway_dsn)
+    with pytest.raises(DatabaseUnavailableError, match="not open"):
+        await pool.execute("select 1")
+    async with pool:
+        with pytest.raises(ConfigurationError, match="open already"):
+            await pool.__aenter__()
+    with pytest.raises(DatabaseUnavailableError, match="not open"):
+        await pool.execute("select 1")
+
+
+async def test_a_pool_larger_at_least_than_at_most_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"min_size \(5\)"):
+        Database("postgresql://x/y", min_size=5, max_size=4)
+
+
+async def test_an_exhausted_pool_is_a_retryable_error_in_time(database: TestDatabase) -> None:
+    async with Database(database.gateway_dsn, max_size=1, connect_timeout=0.2) as pool, pool.connection():
+        with pytest.raises(DatabaseUnavailableError) as caught:
+            await pool.execute("select 1")
+        assert caught.value.retryable
+
+
+@pytest.mark.case("C40")
+async def test_a_pooled_connection_goes_back_without_a_statement_and_without_an_open_transaction(
+    database: TestDatabase, admin: Admin
+) -> None:
+    async with Database(database.gateway_dsn, min_size=1, max_size=1) as pool:
+        for statement in ("select 'mark'", "begin"):
+            async with pool.connection() as conn:
+                pid = conn.get_server_pid()
+                await conn.execute(statement)
+            state, query = await admin.fetchrow("select state, query from pg_stat_activity where pid = $1", pid)  # type: ignore[misc]
+            assert state == "idle"
+            assert query == ("select 'mark'" if statement != "begin" else "ROLLBACK")
+
+
+async def test_a_killed_connection_is_replaced(database: TestDatabase, admin: Admin) -> None:
+    async with Database(database.gateway_dsn, min_size=1, max_size=2) as pool:
+        ((pid,),) = await pool.execute("select pg_backend_pid()")
+        async with anyio.create_task_group() as group:
+            group.start_soon(terminate, admin, pid)
+            with pytest.raises(ConnectionLostError):
+                await pool.execute("select pg_sleep(30)")
+        ((other,),) = await pool.execute("select pg_backend_pid()")
+        assert other != pid
+
+
+async def test_one_broken_connection_retires_the_others_of_its_age(database: TestDatabase) -> None:
+    async with (
+        TcpProxy.before(database.gateway_dsn) as proxy,
+        Database(proxy.dsn(database.gateway_dsn), min_size=3, max_size=3, command_timeout=0.3) as pool,
+    ):
+        for connection in proxy.connections:
+            connection.mode = "black_hole"
+        with pytest.raises(ConnectionLostError, match="in time"):
+            await pool.execute("select 1")
+        start = time.monotonic()
+        for _ in range(3):
+            await pool.execute("select 1")
+        assert time.monotonic() - start < 0.3 * 3
+
+
+async def test_a_statement_on_a_dead_line_ends_in_time_and_so_does_the_pool(database: TestDatabase) -> None:
+    async with TcpProxy.before(database.gateway_dsn) as proxy:
+        start = time.monotonic()
+        async with Database(proxy.dsn(database.gateway_dsn), min_size=2, command_timeout=0.3) as pool:
+            proxy.mode = "black_hole"
+            with pytest.raises(ConnectionLostError):
+                await pool.execute("select 1")
+        # One statement, one release, one closing of the pool: each has its bound.
+        assert time.monotonic() - start < 7
+
+
+@pytest.mark.case("C29")
+async def test_a_cancelled_statement_is_cancelled_on_the_server_and_its_connection_serves_on(
+    database: TestDatabase, admin: Admin
+) -> None:
+    async with Database(database.gateway_dsn, min_size=1, max_size=1) as pool:
+        pid: int = 0
+
+        async def long() -> None:
+            nonlocal pid
+            async with pool.connection() as conn:
+                pid = conn.get_server_pid()
+                await conn.execute("select pg_sleep(60)")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(long)
+            await wait_until_statement_runs(admin, "pg_sleep(60)")
+            group.cancel_scope.cancel()
+        state = await admin.fetchval("select state from pg_stat_activity where pid = $1", pid)
+        assert state == "idle"
+        ((same,),) = await pool.execute("select pg_backend_pid()")
+        assert same == pid
+
+
+@pytest.mark.case("C29")
+async def test_cancelling_a_statement_on_a_dead_line_takes_no_longer_than_its_bound(database: TestDatabase) -> None:
+    async with TcpProxy.before(database.gateway_dsn) as proxy:
+        pool = Database(proxy.dsn(database.gateway_dsn), min_size=1, max_size=1)
+        async with pool:
+            start = time.monotonic()
+            with anyio.move_on_after(0.2) as scope:
+                async with pool.connection() as conn:
+                    proxy.mode = "black_hole"
+                    await conn.fetch("select 1")
+            assert scope.cancelled_caught
+            assert time.monotonic() - start < 4
+
+
+async def test_closing_the_pool_leaves_no_backend_behind(database: TestDatabase, admin: Admin) -> None:
+    async with Database(database.gateway_dsn, min_size=3, application_name="leaver"):
+        assert await admin.fetchval("select count(*) from pg_stat_activity where application_name = 'leaver'") == 3
+
+    async def gone() -> bool:
+        return not await admin.fetchval("select count(*) from pg_stat_activity where application_name = 'leaver'")
+
+    await eventually(gone)
+
+
+async def test_a_callers_pool_is_used_and_left_open(database: TestDatabase) -> None:
+    async with asyncpg.create_pool(database.gateway_dsn, min_size=1, max_size=1) as theirs:
+        async with Database.wrap(theirs) as pool:
+            assert (await pool.execute("select 1"))[0][0] == 1
+            with pytest.raises(ConfigurationError, match="DSN"):
+                await pool.connect_dedicated()
+            await close_connection(await pool.connect_dedicated(dsn=database.gateway_dsn))
+        assert await theirs.fetchval("select 1") == 1
+
+
+async def test_a_server_that_restarts_is_used_again_as_soon_as_it_is_back(durable_database: TestDatabase) -> None:
+    server = durable_database.server
+    async with Database(durable_database.gateway_dsn, min_size=2) as pool:
+        await anyio.to_thread.run_sync(server.stop)
+        with pytest.raises(DatabaseUnavailableError) as caught:
+            await pool.execute("select 1")
+        assert caught.value.retryable
+        await anyio.to_thread.run_sync(server.start)
+        assert (await pool.execute("select 1"))[0][0] == 1
+
+
+@pytest.mark.case("C05")
+async def test_behind_a_transaction_pooler_the_pool_works_without_a_statement_cache(database: TestDatabase) -> None:
+    async with FakePooler.before(database.gateway_dsn, mode="swap") as pooler:
+        dsn = pooler.dsn(database.gateway_dsn)
+        async with Database(dsn, statement_cache_size=0, max_size=2) as pool:
+            for n in range(10):
+                assert (await pool.execute("select $1::int", n))[0][0] == n
+        async with Database(dsn, max_size=1) as pool:
+
+            async def several() -> None:
+                for _ in range(3):
+                    await pool.execute("select 1")
+
+            with pytest.raises(DatabaseError, match="STATEMENT_CACHE_SIZE=0"):
+                await several()
+
+
+# --- whether row security binds ---
+
+
+async def test_plain_logins_are_bound_by_row_security(gateway: Admin, worker: Admin, operator: Admin) -> None:
+    for conn in (gateway, worker, operator):
+        assert await bypasses_row_security(conn) is None
+
+
+@pytest.mark.case("C41")
+async def test_a_login_that_bypasses_row_security_is_told_why(
+    admin: Admin, database: TestDatabase, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await warn_if_bypassing(admin, logging.getLogger("test")) == "it is a superuser"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    name = f"bypass_{database.name[-8:]}"
+    await admin.execute(f"create role {name} login password 'relay'")
+    try:
+        for change, reason in (
+            (f"alter role {name} bypassrls", "BYPASSRLS"),
+            (f"alter role {name} nobypassrls; grant relay_owner to {name}", "member of relay_owner"),
+        ):
+            await admin.execute(change)
+            conn = await connect(database.dsn(name))
+            assert reason in str(await bypasses_row_security(conn))
+            await close_connection(conn)
+    finally:
+        await admin.execute(f"drop role {name}")
