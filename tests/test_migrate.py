@@ -487,8 +487,11 @@ async def test_settings_of_the_login_and_the_database_cannot_change_what_a_step_
         alter database {name} set standard_conforming_strings = off;
         alter database {name} set row_security = off;
         alter database {name} set lock_timeout = '1ms';
+        alter database {name} set idle_in_transaction_session_timeout = '1ms';
         alter database {name} set role = 'pg_monitor';
     """)
+    if observer.get_server_version().major >= 17:
+        await observer.execute(f"alter database {name} set transaction_timeout = '300ms'")
     text = ONE + "select pg_sleep(0.5);\ncreate table relay.check (path text default '\\');\n"
     body = FUNCTION.replace("select 42", "select nowhere()")
     write_migrations(directory, {"0001_one": text, "0002_two": TWO}, {"10_answer": body})

@@ -71,6 +71,7 @@ async def connect(dsn: str, application_name: str = "relay-dispatch migrate") ->
     conn = await database.connect(dsn, command_timeout=None, statement_cache_size=0, application_name=application_name)
     try:
         with translated("preparing the session"):
+            await conn.execute(sql.NO_TIMEOUTS)
             await conn.execute(sql.SESSION)
             try:
                 await conn.execute(sql.LIVENESS)

@@ -126,7 +126,7 @@ async def read_history(conn: Connection, state: State) -> dict[str, Applied]:
     """Read relay.schema_history, as relay_owner where the login may become it; empty where there is none."""
     if not state.has_history:
         return {}
-    as_owner = state.roles["relay_owner"].may_set
+    as_owner = state.roles["relay_owner"].may_set and not state.superuser
     try:
         with translated("reading relay.schema_history"):
             async with conn.transaction(readonly=True):

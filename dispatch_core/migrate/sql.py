@@ -12,6 +12,7 @@ __all__ = [
     "LIVENESS",
     "LOCK_HOLDER",
     "LOCK_KEY",
+    "NO_TIMEOUTS",
     "OPEN_CREATE",
     "PUBLIC_FUNCTIONS",
     "RECORD",
@@ -31,9 +32,6 @@ set check_function_bodies = on;
 set default_transaction_read_only = off;
 set default_transaction_isolation = 'read committed';
 set default_transaction_deferrable = off;
-set statement_timeout = 0;
-set lock_timeout = 0;
-set idle_in_transaction_session_timeout = 0;
 set standard_conforming_strings = on;
 set escape_string_warning = on;
 set row_security = on;
@@ -45,6 +43,13 @@ set xmloption = 'content';
 set client_min_messages = warning
 """
 """What a login or a database may have set for itself (ALTER ROLE … SET, ALTER DATABASE … SET) and would harm a step."""
+
+NO_TIMEOUTS = """
+select set_config(name, '0', false) from pg_settings
+where name in ('statement_timeout', 'lock_timeout', 'transaction_timeout', 'idle_session_timeout',
+  'idle_in_transaction_session_timeout')
+"""
+"""Some of them are younger than PostgreSQL 15."""
 
 LIVENESS = """
 set client_connection_check_interval = '2s';
