@@ -23,6 +23,7 @@ from dispatch_core.errors import (
     DatabaseBusyError,
     InvalidNameError,
     MigrationDriftError,
+    RelayDispatchError,
     SchemaMismatchError,
 )
 from dispatch_core.migrate.files import load
@@ -241,7 +242,9 @@ async def test_an_unknown_command_is_a_usage_error(run: Run) -> None:
         (MigrationDriftError("x"), 1),
     ],
 )
-def test_every_foreseeable_error_has_its_exit_code_also_out_of_a_task_group(error: Any, code: int) -> None:
+def test_every_foreseeable_error_has_its_exit_code_also_out_of_a_task_group(
+    error: RelayDispatchError, code: int
+) -> None:
     wrapped = ExceptionGroup("tasks", [ValueError("other"), ExceptionGroup("inner", [error])])
     assert foreseen_in(wrapped) is error
     assert exit_code(error) == code
