@@ -236,7 +236,8 @@ class Listener:
                 with mapped_errors():
                     rows: list[Any] = await conn.fetch(sql, *args, timeout=self._probe_seconds + self._probe_timeout)
                     return rows
-            except DatabaseUnavailableError:
+            except DatabaseUnavailableError as error:
+                self._lose(conn, error)
                 conn.terminate()  # `run` is told by the termination call-back, and connects anew
                 raise
 
@@ -435,8 +436,18 @@ class Listener:
         self.notifications += 1
         self._call(self._callbacks.get(channel, ()), payload)
 
-    def _on_termination(self, _conn: object) -> None:
+    def _on_termination(self, conn: object) -> None:
+        self._lose(conn, ConnectionLostError("the listening connection was closed"))
         self._wakeup.set()
+
+    def _lose(self, conn: object, error: RelayDispatchError) -> None:
+        """Say at once that `conn` is gone, before `run` gets its turn to do something about it."""
+        if self._conn is not conn:
+            return
+        self._conn = None
+        self._active.clear()
+        if self.state == "listening":
+            self._become("degraded", error)
 
     # --- telling others ---
 
