@@ -16,6 +16,7 @@ from typing import ClassVar
 from uuid import UUID
 
 __all__ = [
+    "ClientClosedError",
     "ConfigurationError",
     "ConnectionLostError",
     "DatabaseBusyError",
@@ -165,6 +166,16 @@ class WaitTimeoutError(RelayDispatchError, TimeoutError):
 
     def __init__(self, message: str | None = None, *, job_id: UUID | None = None) -> None:
         super().__init__(message or (f"no result of job {job_id} within the timeout" if job_id else None))
+        self.job_id = job_id
+
+
+class ClientClosedError(RelayDispatchError):
+    """The client is not open, or was closed during the call; a job that was enqueued goes on."""
+
+    code = "S2R-CLIENT-CLOSED"
+
+    def __init__(self, message: str | None = None, *, job_id: UUID | None = None) -> None:
+        super().__init__(message)
         self.job_id = job_id
 
 

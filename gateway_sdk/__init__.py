@@ -1,3 +1,17 @@
 """The gateway's side of Relay Dispatch: enqueue work for a relay and wait for its result."""
 
-__all__: list[str] = []
+from dispatch_core.models import DispatchRequest, DispatchResult, DispatchStatus
+from gateway_sdk.client import GatewayClient
+from gateway_sdk.health import GatewayHealth
+from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.tenant import TenantClient
+
+__all__ = [
+    "DispatchRequest",
+    "DispatchResult",
+    "DispatchStatus",
+    "GatewayClient",
+    "GatewayHealth",
+    "GatewaySettings",
+    "TenantClient",
+]

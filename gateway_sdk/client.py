@@ -1,0 +1,257 @@
+"""The gateway's client: puts the pieces together, owns their tasks, and goes down with them.
+
+database   pooled connections for statements
+listener   one connection of this process for notifications
+doorbell   rings for what was committed
+lanes      statements that concurrent calls share
+waiter     waits, by job id
+sweeper    tidies
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.abc
+
+from dispatch_core.database import Database
+from dispatch_core.doorbell import Doorbell
+from dispatch_core.errors import ClientClosedError, ConfigurationError
+from dispatch_core.listener import Listener
+from dispatch_core.migrate import check_schema
+from dispatch_core.tenancy import warn_if_bypassing
+from gateway_sdk.health import GatewayCounters, GatewayHealth
+from gateway_sdk.lanes import Lanes
+from gateway_sdk.runtime import Runtime
+from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.sweeper import Sweeper
+from gateway_sdk.tenant import TenantClient
+from gateway_sdk.waiter import ResultWaiter
+
+__all__ = ["GatewayClient"]
+
+logger = logging.getLogger(__name__)
+
+
+class GatewayClient:
+    """Everything a gateway does, in one object for the whole process; an async context manager.
+
+    Give `dsn`, or `settings`, or `pool`: an asyncpg pool of the caller's, which stays open. With a pool, results are
+    pushed only if there is a DSN for the listening connection too (`listen_dsn`, or the settings'); else they are
+    polled. With nothing, the environment is read: RELAY_DISPATCH_DSN.
+
+    Any task may use it while it is open. It must be closed by the task that opened it. If one of its background tasks
+    fails, which nothing foreseen makes it do, the block is cancelled, calls under way end with ClientClosedError, and
+    the cause is raised at the end of the block.
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        listen_dsn: str | None = None,
+        settings: GatewaySettings | None = None,
+        pool: Any = None,
+    ) -> None:
+        if dsn is not None and pool is not None:
+            raise ConfigurationError("give dsn= or pool=, not both; for notifications beside a pool, listen_dsn=")
+        self._settings = (settings or GatewaySettings.load()).with_dsn(dsn, listen_dsn)
+        self._pool = pool
+        self._stack: AsyncExitStack | None = None
+        self._runtime: Runtime | None = None
+        if pool is None:
+            self._settings.core.require_dsn()
+
+    @property
+    def settings(self) -> GatewaySettings:
+        return self._settings
+
+    def tenant(self, tenant_id: str) -> TenantClient:
+        """Return the verbs for one tenant: cheap, kept nowhere.
+
+        Raises: TenancyUnboundError for no tenant or ''; InvalidNameError; ClientClosedError before the client is open.
+        """
+        if self._runtime is None:
+            raise ClientClosedError("the client is not open: use `async with`")
+        return TenantClient(self._runtime, tenant_id)
+
+    def health(self) -> GatewayHealth:
+        """Return what the client has counted and whether results are pushed. Costs nothing; asks nobody.
+
+        Raises: ClientClosedError before the client is open.
+        """
+        if self._runtime is None:
+            raise ClientClosedError("the client is not open: use `async with`")
+        runtime, listener = self._runtime, self._runtime.listener
+        counters = runtime.counters
+        problem = None if listener is None or listener.last_error is None else str(listener.last_error)
+        return GatewayHealth(
+            state="polling_only" if listener is None else listener.state,
+            problem=problem,
+            channels=runtime.waiter.channels,
+            waiting=runtime.waiter.waiting,
+            tenants=runtime.waiter.rooms,
+            enqueued=counters.enqueued,
+            enqueue_statements=counters.enqueue_statements,
+            polled=counters.polled,
+            poll_statements=counters.poll_statements,
+            wakes_by_push=counters.wakes_by_push,
+            wakes_by_poll=counters.wakes_by_poll,
+            notifications=0 if listener is None else listener.notifications,
+            rings_sent=runtime.doorbell.sent,
+            rings_lost=runtime.doorbell.lost,
+        )
+
+    # --- open and close -------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Connect, check the schema and the rights, and start to listen.
+
+        Raises: DatabaseUnavailableError, SchemaMismatchError, TenancyDeniedError, ConfigurationError.
+        """
+        if self._stack is not None:
+            raise ConfigurationError("this client is open already")
+        async with AsyncExitStack() as stack:
+            database = await stack.enter_async_context(self._database())
+            async with database.connection() as conn:
+                await check_schema(conn)
+                await warn_if_bypassing(conn, logger)
+            tasks = await stack.enter_async_context(_Tasks())
+            runtime = self._assemble(database, tasks)
+            stack.push_async_exit(partial(self._wind_down, runtime))
+            tasks.on_failure = partial(_failed, runtime)
+            if runtime.listener is not None:
+                await tasks.start(runtime.listener.run)
+            tasks.start_soon(runtime.doorbell.run)
+            tasks.start_soon(runtime.waiter.run)
+            if self._settings.sweep_interval_seconds > 0:
+                tasks.start_soon(Sweeper(database, runtime.doorbell, self._settings).run)
+            self._runtime = runtime
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Answer calls under way, send the rings that wait, within `close_timeout_seconds`, and end every task."""
+        assert self._stack is not None
+        stack, self._stack = self._stack, None
+        return await stack.__aexit__(kind, error, traceback)
+
+    def _database(self) -> Database:
+        core = self._settings.core
+        if self._pool is not None:
+            return Database.wrap(self._pool, connect_timeout=core.connect_timeout_seconds)
+        return Database(
+            core.require_dsn(),
+            min_size=core.pool_min_size,
+            max_size=core.pool_max_size,
+            statement_cache_size=core.statement_cache_size,
+            connect_timeout=core.connect_timeout_seconds,
+            command_timeout=core.command_timeout_seconds,
+            application_name=core.application_name,
+        )
+
+    def _listener(self) -> Listener | None:
+        core = self._settings.core
+        if core.dsn is None and core.listen_dsn is None:
+            logger.warning(
+                "results are not pushed, only polled: a pool was given and no DSN for a listening connection "
+                "(listen_dsn=, or RELAY_DISPATCH_LISTEN_DSN)"
+            )
+            return None
+        return Listener(
+            core.require_listen_dsn(),
+            name="gateway",
+            application_name=core.application_name,
+            connect_timeout=core.connect_timeout_seconds,
+            probe_seconds=core.probe_seconds,
+            probe_timeout_seconds=core.probe_timeout_seconds,
+            backoff_cap=core.reconnect_cap_seconds,
+            max_channels=max(1, self._settings.max_channels),
+        )
+
+    def _assemble(self, database: Database, tasks: _Tasks) -> Runtime:
+        settings, counters, listener = self._settings, GatewayCounters(), self._listener()
+        doorbell = Doorbell(*([listener] if listener is not None else []), database)
+        lanes = Lanes(database, doorbell, settings, counters, tasks.start_soon)
+        waiter = ResultWaiter(database, lanes, listener, settings, counters, tasks.start_soon)
+        size = settings.core.pool_max_size if self._pool is None else self._pool.get_max_size()
+        keyed = anyio.Semaphore(max(1, size // 2))
+        return Runtime(settings, database, listener, doorbell, lanes, waiter, counters, keyed)
+
+    async def _wind_down(
+        self,
+        runtime: Runtime,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        runtime.is_closed = True
+        runtime.waiter.close(runtime.closed_error)
+        if runtime.cause is not None:
+            return
+        # Shielded: also where the block was cancelled, what was promised is sent, within a bound.
+        with anyio.move_on_after(self._settings.close_timeout_seconds, shield=True):
+            await runtime.lanes.close()
+        # The doorbell, when it is cancelled, sends what waits.
+
+
+def _failed(runtime: Runtime, error: BaseException) -> None:
+    """End the calls under way, at once and with the cause, before the tasks behind them are cancelled."""
+    if runtime.cause is None:
+        runtime.cause = error
+        runtime.is_closed = True
+        runtime.waiter.close(runtime.closed_error)
+
+
+class _Tasks:
+    """A task group that ends with its block, raises a single fault as itself, and does not wrap the block's own."""
+
+    def __init__(self) -> None:
+        self._group = anyio.create_task_group()
+        self.on_failure: Callable[[BaseException], None] = lambda _error: None
+
+    def start_soon(self, run: Callable[[], Awaitable[Any]]) -> None:
+        self._group.start_soon(self._guard, run)
+
+    async def start(self, run: Callable[..., Awaitable[Any]]) -> None:
+        await self._group.start(self._guard_start, run)
+
+    async def _guard(self, run: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await run()
+        except Exception as error:
+            self.on_failure(error)
+            raise
+
+    async def _guard_start(
+        self, run: Callable[..., Awaitable[Any]], *, task_status: anyio.abc.TaskStatus[None]
+    ) -> None:
+        await self._guard(partial(run, task_status=task_status))
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        try:
+            if error is None or isinstance(error, Exception):
+                self._group.cancel_scope.cancel()
+                # Not told of the block's error, the group does not wrap it; it goes on by itself.
+                await self._group.__aexit__(None, None, None)
+                return None
+            # A cancellation: the group's own, after a fault of a task, or somebody else's.
+            return await self._group.__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from group.exceptions[0].__cause__
+            raise

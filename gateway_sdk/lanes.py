@@ -1,0 +1,264 @@
+"""The statements that concurrent calls of one tenant share: enqueue, poll, withdraw.
+
+A lane is one `Batcher` of one tenant and kind. It is made when it is first used and dropped when it has been idle, so
+that a gateway of ten thousand tenants keeps the few that are busy.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+from uuid import UUID
+
+import anyio
+
+from dispatch_core.backoff import Backoff
+from dispatch_core.batcher import Batcher, is_row_fault
+from dispatch_core.database import Database
+from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
+from dispatch_core.doorbell import Doorbell
+from dispatch_core.errors import (
+    ClientClosedError,
+    ConnectionLostError,
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    RelayDispatchError,
+    TenancyError,
+)
+from dispatch_core.models import DispatchResult
+from gateway_sdk.health import GatewayCounters
+from gateway_sdk.settings import GatewaySettings
+
+__all__ = ["EnqueueItem", "Lanes", "Polled", "TenantLanes"]
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+EnqueueItem: TypeAlias = tuple[EnqueueRow, bool, float]
+"""A row, whether to ring its relay, and the monotonic time at which its sender has given up."""
+
+Polled: TypeAlias = tuple[DispatchResult | None, float]
+"""Where a job stands (None: unknown), and a monotonic time that is not after its deadline."""
+
+_BUSY_TRIES: Final = 5
+_BACKOFF_BASE: Final = 0.05
+_BACKOFF_CAP: Final = 1.0
+
+StartSoon: TypeAlias = Callable[[Callable[[], Awaitable[Any]]], None]
+
+
+class TenantLanes(Generic[In, Out]):
+    """One lane per busy tenant, of one kind."""
+
+    __slots__ = ("_closed", "_lanes", "_make", "_seen", "_start_soon")
+
+    def __init__(self, start_soon: StartSoon, make: Callable[[str], Batcher[In, Out]]) -> None:
+        self._start_soon = start_soon
+        self._make = make
+        self._lanes: dict[str, Batcher[In, Out]] = {}
+        # How many batches each lane had sent when it was last looked at.
+        self._seen: dict[str, int] = {}
+        self._closed = False
+
+    def __getitem__(self, tenant: str) -> Batcher[In, Out]:
+        lane = self._lanes.get(tenant)
+        if lane is None:
+            if self._closed:
+                raise ClientClosedError
+            lane = self._lanes[tenant] = self._make(tenant)
+            self._start_soon(lane.run)
+        return lane
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def drop_idle(self) -> None:
+        """Drop the lanes that have sent nothing since the call before this one."""
+        for tenant, lane in list(self._lanes.items()):
+            if lane.pending or lane.in_flight or self._seen.get(tenant) != lane.flushes:
+                self._seen[tenant] = lane.flushes
+                continue
+            lane.close()
+            del self._lanes[tenant], self._seen[tenant]
+
+    async def close(self) -> None:
+        """Take no more, and wait until what was given has its answers."""
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.close()
+        for lane in list(self._lanes.values()):
+            await lane.drain()
+
+
+class Lanes:
+    """The lanes of a client, and what their batches do."""
+
+    def __init__(
+        self,
+        database: Database,
+        doorbell: Doorbell,
+        settings: GatewaySettings,
+        counters: GatewayCounters,
+        start_soon: StartSoon,
+    ) -> None:
+        self._database = database
+        self._doorbell = doorbell
+        self._settings = settings
+        self._counters = counters
+        # How many bytes a polled job has come with lately: what bounds a poll's answer to about 4 MiB.
+        self._poll_bytes = 0.0
+        self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
+        self.poll = TenantLanes[UUID, Polled](start_soon, self._make_poll)
+        self.expire = TenantLanes[UUID, int](start_soon, self._make_expire)
+
+    @property
+    def poll_size(self) -> int:
+        """How many bytes to reckon with for the answer of one polled job."""
+        return int(self._poll_bytes)
+
+    def drop_idle(self) -> None:
+        for lanes in (self.enqueue, self.poll, self.expire):
+            lanes.drop_idle()
+
+    async def close(self) -> None:
+        for lanes in (self.enqueue, self.poll, self.expire):
+            await lanes.close()
+
+    # --- enqueue ---
+
+    def _make_enqueue(self, tenant: str) -> Batcher[EnqueueItem, bool]:
+        async def flush(items: list[EnqueueItem]) -> Sequence[bool | Exception]:
+            return await self._send_enqueue(tenant, items)
+
+        return Batcher(
+            flush,
+            max_items=self._settings.enqueue_batch_items,
+            max_bytes=self._settings.enqueue_batch_bytes,
+            concurrency=self._settings.enqueue_concurrency,
+            splits=_is_fault_of_one_row,
+        )
+
+    async def _send_enqueue(self, tenant: str, items: list[EnqueueItem]) -> Sequence[bool | Exception]:
+        """Store the rows, the same ones again after a fault that may pass, each until its sender has given up."""
+        backoff = Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
+        last: RelayDispatchError | None = None
+        answers: dict[UUID, bool | Exception] = {}
+        left = items
+        while left:
+            now = time.monotonic()
+            give_up_at = min(item[2] for item in left)
+            if give_up_at <= now:
+                for item in left:
+                    if item[2] <= now:
+                        answers[item[0].job_id] = _gave_up(last)
+                left = [item for item in left if item[2] > now]
+                continue
+            try:
+                inserted = await self._store(tenant, left, give_up_at - now)
+            except (DatabaseUnavailableError, DatabaseBusyError) as error:
+                last = error
+                if isinstance(error, DatabaseBusyError) and backoff.attempt + 1 >= _BUSY_TRIES:
+                    answers.update((item[0].job_id, error) for item in left)
+                    break
+                await anyio.sleep(min(backoff.next(), max(0.0, give_up_at - time.monotonic())))
+                continue
+            if left is items:
+                return inserted
+            answers.update((item[0].job_id, new) for item, new in zip(left, inserted, strict=True))
+            break
+        return [answers[item[0].job_id] for item in items]
+
+    async def _store(self, tenant: str, items: list[EnqueueItem], seconds: float) -> list[bool]:
+        async with self._database.connection() as conn:
+            inserted = None
+            with anyio.move_on_after(seconds):
+                inserted = await RelayDispatchRepository(conn, tenant).enqueue_rows([item[0] for item in items])
+            if inserted is None:
+                # Inside the block, so that a connection which does not answer is not used again.
+                raise ConnectionLostError("PostgreSQL did not answer in time")
+        self._counters.enqueued += len(items)
+        self._counters.enqueue_statements += 1
+        for relay_id in {item[0].relay_id for item in items if item[1]}:
+            self._doorbell.ring_relay(tenant, relay_id)
+        return inserted
+
+    # --- poll ---
+
+    def _make_poll(self, tenant: str) -> Batcher[UUID, Polled]:
+        async def flush(job_ids: list[UUID]) -> Sequence[Polled | Exception]:
+            return await self._send_poll(tenant, job_ids)
+
+        return Batcher(
+            flush,
+            max_items=self._settings.poll_batch_items,
+            concurrency=2,
+            idempotent=True,
+            retries=2,
+            splits=_is_fault_of_one_row,
+        )
+
+    async def _send_poll(self, tenant: str, job_ids: list[UUID]) -> Sequence[Polled | Exception]:
+        async with self._database.connection() as conn:
+            sent_at = time.monotonic()
+            results = None
+            with anyio.move_on_after(self._settings.poll_timeout_seconds):
+                results = await RelayDispatchRepository(conn, tenant).poll_many(job_ids)
+            if results is None:
+                raise ConnectionLostError("PostgreSQL did not answer in time")
+        self._counters.polled += len(job_ids)
+        self._counters.poll_statements += 1
+        total = 0
+        answers: list[Polled | Exception] = []
+        for job_id in job_ids:
+            result = results.get(job_id)
+            if isinstance(result, Exception):
+                answers.append(result)
+                continue
+            if result is None:
+                answers.append((None, math.inf))
+                continue
+            total += len(result.response_body or b"")
+            # The clock was read after the call was sent, so this is never after the true deadline.
+            answers.append((result, sent_at + result.remaining))
+        # It rises at once and falls slowly: one answer that is too large costs more than many that are too small.
+        mean = total / len(job_ids)
+        self._poll_bytes = mean if mean > self._poll_bytes else 0.9 * self._poll_bytes + 0.1 * mean
+        return answers
+
+    # --- withdraw ---
+
+    def _make_expire(self, tenant: str) -> Batcher[UUID, int]:
+        async def flush(job_ids: list[UUID]) -> Sequence[int | Exception]:
+            return await self._send_expire(tenant, job_ids)
+
+        # Not repeated after a lost connection: the second answer, 0, might be wrong.
+        return Batcher(flush, max_items=1000, retries=_BUSY_TRIES, splits=_is_fault_of_one_row)
+
+    async def _send_expire(self, tenant: str, job_ids: list[UUID]) -> Sequence[int | Exception]:
+        async with self._database.connection() as conn:
+            ended = await RelayDispatchRepository(conn, tenant).mark_expired_many(job_ids)
+        withdrawn = set()
+        for job, was_claimed in ended:
+            withdrawn.add(job.job_id)
+            self._doorbell.ring_results(tenant, job.job_id)
+            if was_claimed:
+                self._doorbell.ring_cancel(tenant, job.relay_id, job.job_id)
+        answers: list[int | Exception] = []
+        for job_id in job_ids:
+            answers.append(1 if job_id in withdrawn else 0)
+            # Asked for twice in one batch, it was withdrawn once.
+            withdrawn.discard(job_id)
+        return answers
+
+
+def _is_fault_of_one_row(error: RelayDispatchError) -> bool:
+    """As `is_row_fault`, but a lane has one tenant, so what is wrong with the tenant is wrong for all."""
+    return is_row_fault(error) and not isinstance(error, TenancyError)
+
+
+def _gave_up(last: RelayDispatchError | None) -> DatabaseUnavailableError:
+    error = DatabaseUnavailableError("not enqueued in time; whether the job was stored is unknown")
+    error.__cause__ = last
+    return error

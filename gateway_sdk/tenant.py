@@ -1,0 +1,448 @@
+"""The verbs of a gateway, for one tenant.
+
+What can be wrong with arguments is found before any SQL. Concurrent calls share statements (`lanes`). Job ids are made
+here before the first try, so that an enqueue whose reply was lost is made again with the same rows and stored once, and
+every error that leaves open what became of a job carries its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+import anyio
+
+from dispatch_core import codec
+from dispatch_core.backoff import Backoff
+from dispatch_core.codec import UNSET, Headers
+from dispatch_core.database import Connection
+from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository, prepare
+from dispatch_core.errors import (
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    InvalidDeadlineError,
+    InvalidInputError,
+    MalformedHeadersError,
+    TenancyUnboundError,
+)
+from dispatch_core.models import DispatchRequest, DispatchResult
+from gateway_sdk.runtime import Runtime
+from gateway_sdk.waiter import Outcome, Wait
+
+__all__ = ["TenantClient"]
+
+Argument = TypeVar("Argument")
+Answer = TypeVar("Answer")
+
+_LOCK_TIMEOUT: Final = "55P03"
+_POLL_CHUNK: Final = 1000
+
+
+class TenantClient:
+    """What one tenant can do; made by `GatewayClient.tenant`, cheap, and good as long as that client is open."""
+
+    __slots__ = ("_runtime", "_tenant")
+
+    def __init__(self, runtime: Runtime, tenant: str) -> None:
+        if not tenant:
+            raise TenancyUnboundError("a tenant must be named")
+        self._runtime = runtime
+        self._tenant = codec.check_name("tenant", tenant)
+
+    @property
+    def tenant_id(self) -> str:
+        return self._tenant
+
+    # --- giving work ----------------------------------------------------------------------------------------------
+
+    async def enqueue(
+        self,
+        relay_id: str,
+        operation: str,
+        headers: Headers | None = None,
+        body: bytes | bytearray | memoryview | str | None = None,
+        *,
+        json: Any = UNSET,
+        ttl: float | timedelta | None = None,
+        expires_at: datetime | None = None,
+        delay: float | timedelta | None = None,
+        max_attempts: int = 1,
+        idempotency_key: str | None = None,
+        notify: bool = True,
+        conn: Connection | None = None,
+    ) -> UUID:
+        """Store a job for a relay, wake the relay, and return the job's id.
+
+        `ttl` and `delay` are seconds; `ttl` or an aware `expires_at`, not both. `max_attempts` is how often a handler
+        may start. `notify=False`: the relay finds the job when it polls next.
+
+        Transaction: its own, shared with concurrent calls; or joins that of `conn`, and the relay is then woken by its
+        commit. Idempotent: by `idempotency_key`, where given: the same request gets the same id.
+
+        Raises: InvalidInputError and its kind before any SQL; IdempotencyConflictError; DatabaseUnavailableError and
+        DatabaseBusyError, both retryable and with the job's id.
+        """
+        row = self._prepare(
+            DispatchRequest(
+                relay_id,
+                operation,
+                headers=headers,
+                body=body,
+                json=json,
+                ttl=ttl,
+                expires_at=expires_at,
+                delay=delay,
+                max_attempts=max_attempts,
+                idempotency_key=idempotency_key,
+            )
+        )
+        if conn is not None:
+            return await self._enqueue_in(conn, row, notify)
+        give_up_at = time.monotonic() + self._runtime.settings.enqueue_timeout_seconds
+        if row.idempotency_key is not None:
+            return await self._enqueue_keyed(row, notify, give_up_at)
+        try:
+            await self._runtime.lanes.enqueue[self._tenant].submit((row, notify, give_up_at), row.size)
+        except DatabaseError as error:
+            error.job_id = row.job_id
+            raise self._runtime.blame(error, row.job_id) from error.__cause__
+        return row.job_id
+
+    async def enqueue_many(
+        self, requests: Iterable[DispatchRequest], *, notify: bool = True, conn: Connection | None = None
+    ) -> list[UUID]:
+        """Store all the jobs or none; the ids come in the order of the requests.
+
+        Takes no idempotency keys: each may have to wait for another transaction, and would hold up the rest.
+
+        Transaction: its own; or joins that of `conn`. Raises: as `enqueue`.
+        """
+        rows = [self._prepare(request) for request in requests]
+        if any(row.idempotency_key is not None for row in rows):
+            raise InvalidInputError("enqueue_many takes no idempotency keys: use enqueue")
+        job_ids = [row.job_id for row in rows]
+        if not rows:
+            return job_ids
+        chunks = self._chunks(rows)
+        if conn is not None:
+            repository = RelayDispatchRepository(conn, self._tenant)
+            for chunk in chunks:
+                await repository.enqueue_rows(chunk, notify=notify)
+            return job_ids
+        give_up_at = time.monotonic() + self._runtime.settings.enqueue_timeout_seconds
+        await self._repeat(self._store_all, chunks, give_up_at=give_up_at)
+        self._runtime.counters.enqueued += len(rows)
+        self._runtime.counters.enqueue_statements += len(chunks)
+        if notify:
+            for relay_id in {row.relay_id for row in rows}:
+                self._runtime.doorbell.ring_relay(self._tenant, relay_id)
+        return job_ids
+
+    async def call(
+        self,
+        relay_id: str,
+        operation: str,
+        headers: Headers | None = None,
+        body: bytes | bytearray | memoryview | str | None = None,
+        *,
+        json: Any = UNSET,
+        timeout: float | timedelta | None = None,
+        ttl: float | timedelta | None = None,
+        expires_at: datetime | None = None,
+        delay: float | timedelta | None = None,
+        max_attempts: int = 1,
+        idempotency_key: str | None = None,
+    ) -> DispatchResult:
+        """Enqueue a job and wait for its result, at most `timeout` seconds.
+
+        `timeout` is the job's ttl too, unless that or `expires_at` is given; where they reach further, the job goes on
+        after the timeout. A result that is `failed` or `expired` is returned, not raised.
+
+        Raises: as `enqueue` and `wait`; every error after the enqueue carries the job's id.
+        """
+        started_at = time.monotonic()
+        seconds = _timeout(timeout)
+        if ttl is None and expires_at is None and seconds is not None:
+            ttl = seconds
+        row = self._prepare(
+            DispatchRequest(
+                relay_id,
+                operation,
+                headers=headers,
+                body=body,
+                json=json,
+                ttl=ttl,
+                expires_at=expires_at,
+                delay=delay,
+                max_attempts=max_attempts,
+                idempotency_key=idempotency_key,
+            )
+        )
+        give_up_at = started_at + self._runtime.settings.enqueue_timeout_seconds
+        if seconds is not None:
+            give_up_at = min(give_up_at, started_at + seconds)
+        if row.idempotency_key is not None:
+            job_id = await self._enqueue_keyed(row, True, give_up_at)
+            return await self.wait(
+                job_id, None if seconds is None else max(0.0, started_at + seconds - time.monotonic())
+            )
+
+        # The wait is registered first and the enqueue reports to it: one future for both, and no result can be missed.
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        wait = self._runtime.waiter.add(
+            self._tenant,
+            row.job_id,
+            _into(future),
+            timeout=seconds,
+            storing=True,
+            deadline=None if row.ttl is None else started_at + row.ttl.total_seconds(),
+        )
+
+        def on_enqueued(_item: object, answer: bool | Exception) -> None:
+            if isinstance(answer, Exception):
+                if isinstance(answer, DatabaseError):
+                    answer.job_id = row.job_id
+                wait.end(answer)
+            else:
+                wait.stored()
+
+        try:
+            self._runtime.lanes.enqueue[self._tenant].put_nowait((row, True, give_up_at), row.size, on_enqueued)
+            return _value(await future)
+        finally:
+            wait.close()
+
+    # --- asking for results ---------------------------------------------------------------------------------------
+
+    async def wait(self, job_id: UUID, timeout: float | timedelta | None = None) -> DispatchResult:
+        """Return the job's result as soon as it exists: within `timeout` seconds, or by the job's deadline.
+
+        A job that reaches its deadline meanwhile is marked expired, and that result returned.
+
+        Raises: WaitTimeoutError (the job goes on), UnknownJobError, MalformedHeadersError, DatabaseUnavailableError
+        (retryable) where the database could not be asked how the job ended; all with the job's id.
+        """
+        seconds = _timeout(timeout)
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        wait = self._runtime.waiter.add(self._tenant, _job_id(job_id), _into(future), timeout=seconds)
+        try:
+            return _value(await future)
+        finally:
+            wait.close()
+
+    async def as_completed(
+        self, job_ids: Iterable[UUID], timeout: float | timedelta | None = None
+    ) -> AsyncIterator[DispatchResult]:
+        """Yield the results of jobs in the order in which they end; each job ends by its own deadline at the latest.
+
+        `timeout` seconds are for all of them together.
+
+        Raises: as `wait`, for the first job of which there is no result.
+        """
+        ids = list(dict.fromkeys(_job_id(job_id) for job_id in job_ids))
+        seconds = _timeout(timeout)
+        until = None if seconds is None else time.monotonic() + seconds
+        ended: deque[Outcome] = deque()
+        bell = anyio.Event()
+
+        def deliver(outcome: Outcome) -> None:
+            ended.append(outcome)
+            bell.set()
+
+        waits: list[Wait] = []
+        try:
+            for job_id in ids:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                waits.append(self._runtime.waiter.add(self._tenant, job_id, deliver, timeout=left))
+            for _ in ids:
+                while not ended:
+                    await bell.wait()
+                    bell = anyio.Event()
+                yield _value(ended.popleft())
+        finally:
+            for wait in waits:
+                wait.close()
+
+    async def poll_status(self, job_id: UUID) -> DispatchResult | None:
+        """Return where a job stands; None for an id that is unknown or another tenant's. Changes nothing.
+
+        Raises: MalformedHeadersError, DatabaseUnavailableError.
+        """
+        wanted = _job_id(job_id)
+        try:
+            result, _ = await self._runtime.lanes.poll[self._tenant].submit(wanted, self._runtime.lanes.poll_size)
+        except DatabaseError as error:
+            error.job_id = wanted
+            raise self._runtime.blame(error, wanted) from error.__cause__
+        return result
+
+    async def poll_many(self, job_ids: Iterable[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
+        """Return where each known job stands; unknown ids are missing. Changes nothing.
+
+        A job whose stored response headers are malformed has the error as its answer.
+        """
+        ids = list(dict.fromkeys(_job_id(job_id) for job_id in job_ids))
+        results: dict[UUID, DispatchResult | MalformedHeadersError] = {}
+        give_up_at = time.monotonic() + self._runtime.settings.enqueue_timeout_seconds
+
+        async def read(chunk: Sequence[UUID], _seconds: float) -> None:
+            async with self._runtime.database.connection() as conn:
+                results.update(await RelayDispatchRepository(conn, self._tenant).poll_many(chunk))
+
+        for start in range(0, len(ids), _POLL_CHUNK):
+            await self._repeat(read, ids[start : start + _POLL_CHUNK], give_up_at=give_up_at)
+        return results
+
+    # --- withdrawing ----------------------------------------------------------------------------------------------
+
+    async def mark_expired(self, job_id: UUID) -> int:
+        """Withdraw a job: 1 if it was pending or claimed and is now `expired`, else 0.
+
+        Does not look at the clock. A handler that is at work on it is told at once. Idempotent: yes; the second call
+        returns 0, and so may one that follows an error.
+        """
+        wanted = _job_id(job_id)
+        try:
+            return await self._runtime.lanes.expire[self._tenant].submit(wanted)
+        except DatabaseError as error:
+            error.job_id = wanted
+            raise self._runtime.blame(error, wanted) from error.__cause__
+
+    # --- pieces ---------------------------------------------------------------------------------------------------
+
+    def _prepare(self, request: DispatchRequest) -> EnqueueRow:
+        settings = self._runtime.settings
+        return prepare(
+            request,
+            default_ttl_seconds=settings.default_ttl_seconds,
+            max_ttl_seconds=settings.max_ttl_seconds,
+            max_body_bytes=settings.core.max_body_bytes,
+        )
+
+    async def _enqueue_in(self, conn: Connection, row: EnqueueRow, notify: bool) -> UUID:
+        repository = RelayDispatchRepository(conn, self._tenant)
+        try:
+            if row.idempotency_key is not None:
+                timeout = self._runtime.settings.lock_timeout_seconds
+                return (await repository.enqueue_keyed_row(row, lock_timeout_seconds=timeout, notify=notify))[0]
+            await repository.enqueue_rows([row], notify=notify)
+        except DatabaseError as error:
+            error.job_id = row.job_id
+            raise
+        return row.job_id
+
+    async def _enqueue_keyed(self, row: EnqueueRow, notify: bool, give_up_at: float) -> UUID:
+        job_id, duplicate = await self._repeat(self._store_keyed, row, give_up_at=give_up_at, job_id=row.job_id)
+        self._runtime.counters.enqueued += not duplicate
+        # A duplicate with our id is this very call: its first reply was lost.
+        if notify and (not duplicate or job_id == row.job_id):
+            self._runtime.doorbell.ring_relay(self._tenant, row.relay_id)
+        return job_id
+
+    async def _store_keyed(self, row: EnqueueRow, seconds: float) -> tuple[UUID, bool]:
+        # It may wait for somebody's transaction: so never more of these than leave connections for the others.
+        with anyio.move_on_after(seconds):
+            async with self._runtime.keyed, self._runtime.database.connection() as conn:
+                stored = None
+                with anyio.move_on_after(seconds):
+                    stored = await RelayDispatchRepository(conn, self._tenant).enqueue_keyed_row(
+                        row, lock_timeout_seconds=min(self._runtime.settings.lock_timeout_seconds, max(0.001, seconds))
+                    )
+                if stored is None:
+                    raise DatabaseUnavailableError("PostgreSQL did not answer in time")
+                return stored
+        raise DatabaseUnavailableError("no connection was free in time; nothing was sent")
+
+    async def _store_all(self, chunks: Sequence[Sequence[EnqueueRow]], seconds: float) -> None:
+        async with self._runtime.database.connection() as conn:
+            done = False
+            with anyio.move_on_after(seconds):
+                repository = RelayDispatchRepository(conn, self._tenant)
+                if len(chunks) == 1:
+                    await repository.enqueue_rows(chunks[0])
+                else:
+                    async with conn.transaction():
+                        for chunk in chunks:
+                            await repository.enqueue_rows(chunk)
+                done = True
+            if not done:
+                raise DatabaseUnavailableError("PostgreSQL did not answer in time")
+
+    async def _repeat(
+        self,
+        statement: Callable[[Argument, float], Awaitable[Answer]],
+        argument: Argument,
+        *,
+        give_up_at: float,
+        job_id: UUID | None = None,
+    ) -> Answer:
+        """Run what can be repeated without harm until it succeeds, its sender has given up, or a lock is waited for."""
+        backoff = Backoff(0.05, 1.0)
+        self._runtime.check_open(job_id)
+        while True:
+            try:
+                return await statement(argument, max(0.001, give_up_at - time.monotonic()))
+            except (DatabaseUnavailableError, DatabaseBusyError) as error:
+                error.job_id = job_id
+                pause = backoff.next()
+                is_busy = isinstance(error, DatabaseBusyError)
+                if is_busy and (error.sqlstate == _LOCK_TIMEOUT or backoff.attempt >= 5):
+                    raise
+                if time.monotonic() + pause >= give_up_at:
+                    raise self._runtime.blame(error, job_id) from error.__cause__
+            await anyio.sleep(pause)
+
+    def _chunks(self, rows: Sequence[EnqueueRow]) -> list[Sequence[EnqueueRow]]:
+        """Cut rows into statements of bounded size; one transaction then holds them together."""
+        limit = self._runtime.settings.enqueue_batch_bytes
+        chunks: list[Sequence[EnqueueRow]] = []
+        start = size = 0
+        for n, row in enumerate(rows):
+            if n > start and (size + row.size > limit or n - start >= 5000):
+                chunks.append(rows[start:n])
+                start, size = n, 0
+            size += row.size
+        chunks.append(rows[start:])
+        return chunks
+
+
+def _into(future: asyncio.Future[Outcome]) -> Any:
+    def deliver(outcome: Outcome) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    return deliver
+
+
+def _value(outcome: Outcome) -> DispatchResult:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _job_id(value: object) -> UUID:
+    if isinstance(value, UUID):
+        return value
+    if isinstance(value, str):
+        try:
+            return UUID(value)
+        except ValueError:
+            pass
+    raise InvalidInputError(f"a job id must be a UUID, not {codec.sanitize(repr(value), 100)}")
+
+
+def _timeout(value: float | timedelta | None) -> float | None:
+    if value is None:
+        return None
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    # Not a comparison with 0 first: it is false for NaN.
+    if seconds.__class__ not in (int, float) or not seconds >= 0:
+        raise InvalidDeadlineError(f"timeout must be seconds, not negative; not {value!r}")
+    return None if seconds == math.inf else float(seconds)
