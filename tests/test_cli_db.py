@@ -77,7 +77,7 @@ async def login(admin: Connection, database: TestDatabase) -> AsyncIterator[str]
 async def test_migrate_tells_its_steps_on_stderr_and_its_result_on_stdout(
     bare_database: TestDatabase, run: Run
 ) -> None:
-    dsn = bare_database.migrator_dsn
+    dsn = bare_database.admin_dsn
     planned = await run("db", "migrate", "--plan", "--dsn", dsn, "--output", "json")
     names = [step["step"] for step in planned.document]
     assert names == [step.name for step in load().steps]

@@ -20,7 +20,7 @@ from dispatch_core.errors import (
 from dispatch_core.migrate import MigrationReport, StepEvent, as_sql, migrate, plan, verify
 from dispatch_core.migrate.sql import LOCK_KEY
 from dispatch_core.migrate.sqltext import split_statements
-from tests.support.activity import terminate, wait_until_statement_runs
+from tests.support.activity import terminate, wait_until_blocked, wait_until_statement_runs
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.migrations import FUNCTION, FUNCTIONS, INDEX, ONE, TABLES, TWO, history, relations, write_migrations
@@ -367,6 +367,38 @@ async def test_a_lock_that_is_not_had_is_let_go_and_asked_for_again_while_reader
     assert reports == [MigrationReport(applied=["0002_two"])]
 
 
+async def test_a_catalog_row_that_another_session_changes_is_waited_for_and_the_step_made_again(
+    bare_database: TestDatabase, observer: Connection, directory: Path
+) -> None:
+    """DDL on one catalog row does not queue like rows do: the second session gets XX000, tuple concurrently updated."""
+    write_migrations(directory, {"0001_one": ONE})
+    await migrate(bare_database.admin_dsn, directory=directory)
+    write_migrations(directory, {"0001_one": ONE}, FUNCTIONS)
+    events: list[StepEvent] = []
+    reports: list[MigrationReport] = []
+
+    async def run() -> None:
+        report = await migrate(
+            bare_database.admin_dsn, directory=directory, on_step=events.append, lock_timeout_seconds=30
+        )
+        reports.append(report)
+
+    watcher = await asyncpg.connect(bare_database.admin_dsn)
+    async with anyio.create_task_group() as group:
+        transaction = observer.transaction()
+        await transaction.start()
+        await observer.execute("grant usage on schema relay to pg_monitor")
+        group.start_soon(run)
+        pid = await wait_until_statement_runs(watcher, "grant create on schema relay")
+        await wait_until_blocked(watcher, pid, by=observer.get_server_pid())
+        await transaction.commit()
+    await watcher.close()
+    assert reports == [MigrationReport(applied=["functions"])]
+    assert [event.detail for event in events if event.phase == "retry"] == [
+        "step functions: tuple concurrently updated (XX000)"
+    ]
+
+
 async def test_a_lock_that_is_never_had_ends_in_a_retryable_error(
     bare_database: TestDatabase, observer: Connection, directory: Path
 ) -> None:
@@ -478,6 +510,8 @@ async def test_settings_of_the_login_and_the_database_cannot_change_what_a_step_
     await observer.execute(f"""
         create schema evil;
         create function evil.pg_sleep(double precision) returns void language plpgsql
+          as $$ begin raise exception 'hijacked'; end $$;
+        create function evil.current_database() returns name language plpgsql
           as $$ begin raise exception 'hijacked'; end $$;
         alter database {name} set search_path = evil, pg_catalog;
         alter database {name} set statement_timeout = '300ms';
