@@ -27,6 +27,7 @@ from dispatch_core.errors import (
     MigrationRightsError,
     RelayDispatchError,
     SchemaMismatchError,
+    UnknownJobError,
 )
 
 __all__ = [
@@ -157,6 +158,8 @@ def exit_code(error: RelayDispatchError) -> int:
         return UNREACHABLE
     if isinstance(error, SchemaMismatchError):
         return SCHEMA_MISMATCH
+    if isinstance(error, UnknownJobError):
+        return NOTHING_MATCHED
     if isinstance(error, (InvalidInputError, ConfigurationError)):
         return USAGE
     return FAILED

@@ -3,8 +3,8 @@
     {"tenant": "acme", "relay": "erp", "operation": "TotalOrder", "json": {…}, "ttl": 30}
 
     tenant, relay, operation   required, text
-    json | body | document     what is asked: a JSON value, a text, or {"kb": 200, "seed": 7}, which stands for that many
-                               thousand bytes made from the seed; with none of them the body is empty
+    json | body | document     a JSON value, a text, or {"kb": 200, "seed": 7}, which stands for that many thousand
+                               bytes made from the seed; with none of them the body is empty
     headers                    a map of text to text or lists of text
     ttl, delay                 seconds; without ttl the demo gives the job 30
     max_attempts, key          as in enqueue
