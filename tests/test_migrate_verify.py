@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import anyio
 import asyncpg
 import pytest
 
 from dispatch_core.errors import DatabaseUnavailableError
-from dispatch_core.migrate import migrate, status, verify
+from dispatch_core.migrate import MigrationReport, migrate, status, verify
 from dispatch_core.migrate.roles import ROLES
 from tests.support.databases import TestDatabase
 from tests.support.migrations import FUNCTION, FUNCTIONS, ONE, TABLES, write_migrations
@@ -134,3 +135,26 @@ async def test_an_unreachable_server_is_a_retryable_error_without_the_password()
 async def test_group_roles_are_named_where_they_are_missing(bare_database: TestDatabase) -> None:
     found = await status(bare_database.admin_dsn)
     assert set(found.missing_roles) <= set(ROLES)
+
+
+async def test_a_dump_by_a_login_with_bypassrls_restores_to_the_same_schema_and_one_without_is_refused(
+    database: TestDatabase, bare_database: TestDatabase, admin: Connection, tmp_path: Path
+) -> None:
+    """As migrations/README.md says: forced policies stop pg_dump for every login that they bind."""
+    if database.server.cluster is None:
+        pytest.skip("pg_dump is looked for beside the server's own binaries")
+    binaries = database.server.cluster.binaries
+    login, file = f"dump_{database.name}", tmp_path / "dump.sql"
+    dump = [str(binaries / "pg_dump"), "--file", str(file), database.dsn(login)]
+    await admin.execute(f"create role {login} login password 'relay' nobypassrls in role pg_read_all_data")
+    try:
+        refused = await anyio.run_process(dump, check=False)
+        assert b"row-level security policy" in refused.stderr
+        await admin.execute(f"alter role {login} bypassrls")
+        await anyio.run_process(dump)
+    finally:
+        await admin.execute(f"drop role {login}")
+    restore = [str(binaries / "psql"), "--quiet", "--set", "ON_ERROR_STOP=1", "--file", str(file)]
+    await anyio.run_process([*restore, bare_database.admin_dsn])
+    assert await verify(bare_database.admin_dsn) == []
+    assert await migrate(bare_database.admin_dsn) == MigrationReport()

@@ -169,11 +169,11 @@ from pg_proc p join pg_namespace n on n.oid = p.pronamespace
 where n.nspname = 'relay'
   and exists (
     select from aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a
-    where a.grantee = 0 and a.privilege_type = 'EXECUTE'
-  )
-  -- What a policy calls is called by whoever reads the table; such a function belongs to the owner of the tables, and
-  -- is open only where its file says so in words (an ACL of its own).
-  and (p.proowner <> 'relay_owner'::regrole or p.proacl is null)
+    where a.grantee = 0 and a.privilege_type = 'EXECUTE')
+  -- What a policy calls is called by whoever reads the table, whoever that is.
+  and not exists (
+    select from pg_depend d
+    where d.classid = 'pg_policy'::regclass and d.refclassid = 'pg_proc'::regclass and d.refobjid = p.oid)
 order by 1
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dispatch_core.migrate import sql
 from dispatch_core.migrate.compare import compare
 from dispatch_core.migrate.connection import connect, translated
 from dispatch_core.migrate.files import load
@@ -97,18 +98,6 @@ where n.nspname = 'relay' and p.prosecdef
 order by 1
 """
 
-_FUNCTION_RIGHTS = """
-select format('PUBLIC may execute %s', p.oid::regprocedure)
-from pg_proc p join pg_namespace n on n.oid = p.pronamespace
-where n.nspname = 'relay'
-  and exists (
-    select from aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a
-    where a.grantee = 0 and a.privilege_type = 'EXECUTE')
-  -- What a policy calls is called by whoever reads the table: a function of the tables' owner may be open on purpose.
-  and (p.proowner::regrole::text <> 'relay_owner' or p.proacl is null)
-order by 1
-"""
-
 _INDEXES = """
 select format('index %s is not valid', i.indexrelid::regclass)
 from pg_index i join pg_class c on c.oid = i.indexrelid join pg_namespace n on n.oid = c.relnamespace
@@ -133,7 +122,6 @@ CHECKS = (
     _TABLE_RIGHTS,
     _FUNCTION_OWNERS,
     _FUNCTION_PATHS,
-    _FUNCTION_RIGHTS,
     _INDEXES,
     _CONSTRAINTS,
 )
@@ -164,4 +152,6 @@ async def verify(dsn: str, *, only: Sequence[str] | None = None, directory: Path
         with translated("verifying the schema"):
             for check in CHECKS:
                 problems.extend(row[0] for row in await conn.fetch(check))
+            public = await conn.fetch(sql.PUBLIC_FUNCTIONS)
+            problems.extend(f"PUBLIC may execute {row[0]}" for row in public)
     return problems
