@@ -7,11 +7,13 @@ from typing import Any, Final
 
 from dispatch_core.cli.checks.finding import Finding, Verdict, all_rows
 from dispatch_core.database import Connection, mapped_errors
-from dispatch_core.errors import SchemaMismatchError, TenancyDeniedError, TenancyUnboundError
+from dispatch_core.errors import MigrationRightsError, TenancyDeniedError, TenancyUnboundError
 from dispatch_core.migrate import status as read_status
 from dispatch_core.tenancy import bypasses_row_security
 
 __all__ = ["rights", "row_security", "schema"]
+
+MEND_GRANT: Final = "relay-dispatch db grant LOGIN --as gateway|worker|operator --tenant T"
 
 VERBS: Final = {
     "gateway": ("enqueue", "enqueue_keyed", "poll", "mark_expired", "channel", "ring"),
@@ -35,10 +37,8 @@ VERBS: Final = {
 async def schema(dsn: str) -> list[Finding]:
     try:
         found = await read_status(dsn)
-    except (TenancyDeniedError, SchemaMismatchError) as error:
-        return [
-            Finding("schema", "fail", str(error), "relay-dispatch db migrate; relay-dispatch db grant LOGIN --as …")
-        ]
+    except MigrationRightsError:
+        return [Finding("schema", "fail", "this login may not use schema relay", MEND_GRANT)]
     values = {"state": found.state, "protocol": found.protocol, "sdk_protocol": found.sdk_protocol}
     if not found.usable:
         mend = "upgrade relay-dispatch here" if found.state == "incompatible" else "relay-dispatch db migrate"
@@ -64,8 +64,7 @@ async def row_security(conn: Connection) -> list[Finding]:
         reason = await bypasses_row_security(conn)
     if reason is not None:
         found = f"it does not bind this login, because {reason}"
-        mend = "use a plain login: relay-dispatch db grant LOGIN --as gateway|worker|operator …"
-        return [Finding("row security", "fail", found, mend, {"bypassed": True})]
+        return [Finding("row security", "fail", found, f"use a plain login: {MEND_GRANT}", {"bypassed": True})]
     tables = [row["name"] for row in await all_rows(conn, _OPEN_TABLES)]
     if tables:
         found = f"not enabled and forced on {', '.join(tables)}"
@@ -98,19 +97,18 @@ where p.pronamespace = 'relay'::regnamespace and pg_catalog.has_function_privile
 
 async def rights(conn: Connection) -> list[Finding]:
     members = {row["kind"]: row["inherits"] for row in await all_rows(conn, _MEMBERSHIPS) if row["member"]}
-    mend = "relay-dispatch db grant LOGIN --as gateway|worker|operator --tenant T"
     if not members:
-        return [Finding("rights", "fail", "this login is neither a gateway, nor a worker, nor an operator", mend)]
+        return [Finding("rights", "fail", "this login is neither a gateway, nor a worker, nor an operator", MEND_GRANT)]
     rows = await all_rows(conn, "select kind, tenant_id, relay_id from relay.my_bindings()")
     bindings = [dict(row) for row in rows]
     values = {"bindings": bindings, "member_of": sorted(members)}
     if not bindings:
-        return [Finding("rights", "fail", "no binding: every call is answered S2R-TENANCY-DENIED", mend, values)]
+        return [Finding("rights", "fail", "no binding: every call is answered S2R-TENANCY-DENIED", MEND_GRANT, values)]
     allowed = {row["name"] for row in await all_rows(conn, _CALLABLE)}
     kinds = sorted({binding["kind"] for binding in bindings})
     lacking = {kind: [verb for verb in VERBS[kind] if verb not in allowed] for kind in kinds}
     findings = [
-        Finding("rights", "fail", f"as {kind}, it may not call {', '.join(verbs)}", mend, values)
+        Finding("rights", "fail", f"as {kind}, it may not call {', '.join(verbs)}", MEND_GRANT, values)
         for kind, verbs in lacking.items()
         if verbs
     ]

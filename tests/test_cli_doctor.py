@@ -1,0 +1,206 @@
+"""`relay-dispatch doctor` finds what is wrong, says how to mend it, and is content where nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import asyncpg
+import pytest
+
+from dispatch_core.cli.checks import examine, server
+from dispatch_core.cli.checks.finding import Finding
+from tests.support.cli import Ended, run_cli, spawn_cli
+from tests.support.databases import TestDatabase
+from tests.support.pooler import FakePooler
+
+Connection: TypeAlias = "asyncpg.Connection[Any]"
+
+# The test server is not durable, which the doctor rightly finds.
+NOT_DURABLE = {"fsync", "full_page_writes"}
+
+
+def verdicts(findings: list[Finding]) -> dict[str, str]:
+    return {f.check: f.verdict for f in findings if not (f.check == "settings" and f.values.keys() & NOT_DURABLE)}
+
+
+def of(findings: list[Finding], check: str) -> Finding:
+    return next(finding for finding in findings if finding.check == check)
+
+
+@pytest.fixture(autouse=True)
+def _no_dsn_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RELAY_DISPATCH_DSN", "RELAY_DISPATCH_LISTEN_DSN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@asynccontextmanager
+async def role(admin: Connection, database: TestDatabase, options: str = "") -> AsyncIterator[str]:
+    name = f"doctor_{database.name}"
+    await admin.execute(f"create role {name} login password 'relay' {options}")
+    try:
+        yield name
+    finally:
+        await admin.execute(f"drop owned by {name}; drop role {name}")
+
+
+@pytest.mark.parametrize("kind", ["gateway", "worker", "operator"])
+async def test_doctor_finds_nothing_wrong_with_a_plain_login(database: TestDatabase, kind: str) -> None:
+    findings = await examine(getattr(database, f"{kind}_dsn"))
+    assert set(verdicts(findings).values()) == {"pass"}
+    assert list(verdicts(findings)) == [
+        "reach", "version", "pooler", "statements", "listen", "clock", "schema", "row security", "rights", "listeners",
+        "transactions",
+    ]  # fmt: skip
+    assert of(findings, "rights").found.startswith(f"{kind} for every tenant")
+    assert 0 < float(str(of(findings, "listen").values["round_trip_ms"])) < 1000
+    assert abs(float(str(of(findings, "clock").values["skew_ms"]))) < 1000
+
+
+async def test_doctor_finds_a_login_that_row_security_does_not_bind(database: TestDatabase) -> None:
+    findings = await examine(database.admin_dsn)
+    assert verdicts(findings)["row security"] == "fail"
+    assert "superuser" in of(findings, "row security").found
+    # And nobody bound it to a tenant.
+    assert verdicts(findings)["rights"] == "fail"
+
+
+async def test_doctor_finds_a_table_without_forced_row_security(database: TestDatabase, admin: Connection) -> None:
+    await admin.execute("alter table relay.s2r_relay_dispatch_queue no force row level security")
+    finding = of(await examine(database.worker_dsn), "row security")
+    assert (finding.verdict, finding.values["open_tables"]) == ("fail", ["s2r_relay_dispatch_queue"])
+
+
+async def test_doctor_finds_a_tenant_that_is_bound_to_the_login_itself(
+    database: TestDatabase, admin: Connection
+) -> None:
+    async with role(admin, database) as name:
+        await admin.execute(f"grant relay_operator to {name}; alter role {name} set app.tenant_id = 'acme'")
+        await admin.execute("select relay.grant_binding($1, 'operator', null, null)", name)
+        assert verdicts(await examine(database.dsn(name)))["row security"] == "warn"
+
+
+async def test_doctor_finds_a_login_without_rights_and_one_without_a_binding(
+    database: TestDatabase, admin: Connection
+) -> None:
+    async with role(admin, database) as name:
+        stranger = await examine(database.dsn(name))
+        assert of(stranger, "schema").verdict == "fail"
+        assert "db grant" in str(of(stranger, "schema").mend)
+        await admin.execute(f"grant relay_worker to {name}")
+        unbound = of(await examine(database.dsn(name)), "rights")
+        assert (unbound.verdict, unbound.found) == ("fail", "no binding: every call is answered S2R-TENANCY-DENIED")
+        await admin.execute("select relay.grant_binding($1, 'worker', 'acme', 'erp')", name)
+        bound = of(await examine(database.dsn(name)), "rights")
+        assert (bound.verdict, bound.found) == ("pass", "worker for tenant acme, relay erp")
+
+
+async def test_doctor_finds_a_verb_that_the_login_may_not_call(database: TestDatabase, admin: Connection) -> None:
+    await admin.execute("revoke execute on function relay.mark_expired(text, uuid[]) from relay_gateway")
+    finding = of(await examine(database.gateway_dsn), "rights")
+    assert (finding.verdict, finding.found) == ("fail", "as gateway, it may not call mark_expired")
+
+
+async def test_doctor_finds_a_missing_schema_and_leaves_out_what_rests_on_it(bare_database: TestDatabase) -> None:
+    findings = await examine(bare_database.admin_dsn)
+    assert of(findings, "schema").verdict == "fail"
+    assert of(findings, "schema").mend == "relay-dispatch db migrate"
+    assert not {"row security", "rights"} & verdicts(findings).keys()
+
+
+@pytest.mark.case("C05")
+async def test_doctor_finds_a_pooler_and_that_prepared_statements_and_listen_do_not_pass_it(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C05: behind a transaction pooler LISTEN is accepted and nothing is heard."""
+    monkeypatch.setattr("dispatch_core.cli.checks.way.LISTEN_TIMEOUT_SECONDS", 0.3)
+    async with FakePooler.before(database.gateway_dsn, mode="swap") as pooler:
+        through = await examine(pooler.dsn(database.gateway_dsn))
+        assert verdicts(through)["pooler"] == "warn"
+        assert verdicts(through)["listen"] == "fail"
+        assert verdicts(through)["statements"] == "fail"
+        assert "STATEMENT_CACHE_SIZE=0" in str(of(through, "statements").mend)
+        assert "LISTEN_DSN" in str(of(through, "listen").mend)
+        # What can be read behind it is read all the same.
+        assert verdicts(through)["schema"] == verdicts(through)["rights"] == "pass"
+        beside = await examine(pooler.dsn(database.gateway_dsn), database.gateway_dsn)
+        assert verdicts(beside)["pooler"] == verdicts(beside)["listen"] == "pass"
+
+
+async def test_doctor_finds_an_old_transaction(
+    database: TestDatabase, admin: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "OLD_TRANSACTION_SECONDS", 0.0)
+    transaction = admin.transaction()
+    await transaction.start()
+    try:
+        finding = of(await examine(database.admin_dsn), "transactions")
+    finally:
+        await transaction.rollback()
+    assert finding.verdict == "warn"
+    assert f"pg_terminate_backend({admin.get_server_pid()})" in str(finding.mend)
+
+
+async def test_doctor_finds_many_listeners_and_settings_that_hurt(
+    database: TestDatabase, admin: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MANY_LISTENERS", 1)
+    heard: list[asyncio.Event] = []
+    connections = [await asyncpg.connect(database.gateway_dsn) for _ in range(2)]
+    try:
+        for connection in connections:
+            heard.append(asyncio.Event())
+            await connection.add_listener("somewhere", lambda *_: None)
+        async with role(admin, database) as name:
+            await admin.execute(f"alter role {name} set synchronous_commit = off")
+            await admin.execute(f"alter role {name} set default_transaction_isolation = 'serializable'")
+            await admin.execute(f"grant pg_monitor, relay_gateway to {name}")
+            findings = await examine(database.dsn(name))
+    finally:
+        for connection in connections:
+            connection.terminate()
+    assert of(findings, "listeners").verdict == "warn"
+    found = {key for finding in findings if finding.check == "settings" for key in finding.values}
+    assert {"synchronous_commit", "default_transaction_isolation"} <= found
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+async def doctor(dsn: str, *arguments: str) -> Ended:
+    return await run_cli("doctor", "--dsn", dsn, *arguments)
+
+
+async def test_doctor_ends_with_zero_where_nothing_failed_and_with_one_where_something_did(
+    database: TestDatabase,
+) -> None:
+    well = await doctor(database.gateway_dsn, "--output", "json")
+    assert (well.code, well.err) == (0, "")
+    assert well.document["ok"] is True
+    ill = await doctor(database.admin_dsn)
+    assert ill.code == 1
+    assert "row security" in ill.out
+    assert "→ use a plain login" in ill.out
+
+
+async def test_doctor_as_a_process_ends_with_five_where_nothing_answers_and_shows_no_password() -> None:
+    ended = await spawn_cli("doctor", "--dsn", "postgresql://somebody:s3cret@127.0.0.1:1/nowhere", "-o", "json")
+    assert ended.code == 5
+    assert [f["check"] for f in ended.document["findings"]] == ["reach"]
+    assert "s3cret" not in ended.out + ended.err
+    assert "Traceback" not in ended.err
+
+
+async def test_doctor_needs_a_dsn(database: TestDatabase) -> None:
+    ended = await run_cli("doctor")
+    assert (ended.code, ended.out) == (2, "")
+    assert "RELAY_DISPATCH_DSN" in ended.err
+
+
+async def test_a_wrong_password_is_a_failure_and_is_not_shown(database: TestDatabase) -> None:
+    ended = await doctor(database.dsn("relay_gateway_login", "s3cret"))
+    assert (ended.code, ended.out) == (1, "")
+    assert "password authentication failed" in ended.err
+    assert "s3cret" not in ended.err
