@@ -63,7 +63,7 @@ class MigrationReport:
 @dataclass(frozen=True, slots=True)
 class _Limits:
     lock_timeout: float
-    deadline: float
+    give_up_after: float
 
 
 OnStep = Callable[[StepEvent], None]
@@ -81,7 +81,8 @@ async def migrate(
     """Bring the schema to what this version needs.
 
     `only` names the rooms to install (None: all). A table lock that is not had within `lock_timeout_seconds` is let go,
-    so that traffic is not queued behind it, and asked for again after a jittered pause, for `give_up_after_seconds`.
+    so that traffic is not queued behind it, and asked for again after a jittered pause, for `give_up_after_seconds` a
+    step; so long, too, it waits for another run to end.
 
     Transaction: opens its own connection, and a transaction for each step.
     Idempotent: yes, by relay.schema_history; any number of runs at once apply each step once.
@@ -99,8 +100,7 @@ async def migrate(
         if state.ready and not comparison.pending:
             return MigrationReport()
         _check_server(state)
-        deadline = anyio.current_time() + give_up_after_seconds
-        limits = _Limits(lock_timeout_seconds, deadline)
+        limits = _Limits(lock_timeout_seconds, give_up_after_seconds)
         async with migration_lock(conn, give_up_after_seconds, lambda who: notify(StepEvent("waiting", "lock", who))):
             return await _run(conn, wanted, everything, limits, notify)
 
@@ -180,6 +180,7 @@ async def _run(
 
 async def _repeat(name: str, limits: _Limits, notify: OnStep, once: Callable[[], Awaitable[None]]) -> None:
     """Run a step's transaction again while it only loses against traffic: a lock timeout, a deadlock."""
+    deadline = anyio.current_time() + limits.give_up_after
     attempt = 0
     while True:
         attempt += 1
@@ -188,7 +189,7 @@ async def _repeat(name: str, limits: _Limits, notify: OnStep, once: Callable[[],
                 await once()
             return
         except DatabaseBusyError as error:
-            if anyio.current_time() > limits.deadline:
+            if anyio.current_time() > deadline:
                 raise
             notify(StepEvent("retry", name, str(error)))
         await anyio.sleep(0.05 + full_jitter(attempt, 0.1, 5.0))
@@ -254,7 +255,7 @@ async def _execute(conn: Connection, file: SqlFile) -> None:
 async def _apply_outside(conn: Connection, step: Step, file: SqlFile, limits: _Limits) -> None:
     started = time.monotonic()
     # What runs concurrently blocks nobody while it waits for older transactions, so it may wait for long.
-    await _set_lock_timeout(conn, max(limits.deadline - anyio.current_time(), limits.lock_timeout))
+    await _set_lock_timeout(conn, max(limits.give_up_after, limits.lock_timeout))
     try:
         await conn.execute(_SET_ROLE[file.role])
         if file.builds is None:
