@@ -353,8 +353,9 @@ class Database:
         pool = self._pool
         if pool is None:
             raise DatabaseUnavailableError("this Database is not open")
-        with mapped_errors(connecting=True):
-            conn = await pool.acquire(timeout=self._connect_timeout)
+        # Not acquire's own timeout, which takes a task for each call.
+        with mapped_errors(connecting=True), anyio.fail_after(self._connect_timeout):
+            conn = await pool.acquire()
         try:
             with mapped_errors():
                 yield conn

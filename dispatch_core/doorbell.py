@@ -2,8 +2,8 @@
 
 A commit that carries NOTIFY holds a lock of the whole database until its WAL is flushed, which makes every ringing
 transaction wait for every other (DESIGN 4.6). So nothing rings in the transaction that it tells of. Rings are gathered
-here and sent after it, at most one statement at a time for the whole process, each ring once however often it was asked
-for, by a transaction that does not wait for its flush.
+here and sent after it, at most one statement at a time for the whole process, a relay's wake-up once however often it
+was asked for, by a transaction that does not wait for its flush.
 
 A ring that is lost costs a poll interval and nothing else. So none is kept for long, none is repeated, and whoever
 rings neither waits nor fails.
@@ -60,13 +60,15 @@ class Doorbell:
     others while we hear none ourselves.
     """
 
-    __slots__ = ("_closed", "_transports", "_waiting", "_wakeup", "lost", "sent", "statements")
+    __slots__ = ("_closed", "_jobs", "_rung", "_transports", "_wakes", "_wakeup", "lost", "sent", "statements")
 
     def __init__(self, *transports: Transport) -> None:
         self._transports: Sequence[Transport] = transports
-        # A dict for its order and because it holds each ring once.
-        self._waiting: dict[_Ring, None] = {}
+        # A dict holds each once. Those with a job's id are rung for once anyway, and hashing an id is dear.
+        self._wakes: dict[tuple[str, str], None] = {}
+        self._jobs: list[_Ring] = []
         self._wakeup = anyio.Event()
+        self._rung = False
         self._closed = False
         self.sent = 0
         """How many rings were sent."""
@@ -77,7 +79,13 @@ class Doorbell:
 
     def ring_relay(self, tenant: str, relay: str) -> None:
         """Wake the relay's processes: there is work for it."""
-        self._add(("wake", tenant, relay, None))
+        if self._closed:
+            self.lost += 1
+            return
+        self._wakes[tenant, relay] = None
+        if not self._rung:
+            self._rung = True
+            self._wakeup.set()
 
     def ring_results(self, tenant: str, job_id: UUID) -> None:
         """Tell the tenant's gateways that the job has ended."""
@@ -87,17 +95,19 @@ class Doorbell:
         """Tell the relay's processes that the job was withdrawn."""
         self._add(("cancel", tenant, relay, job_id))
 
+    def _add(self, ring: _Ring) -> None:
+        if self._closed or len(self._jobs) >= _MAX_WAITING:
+            self.lost += 1
+            return
+        self._jobs.append(ring)
+        if not self._rung:
+            self._rung = True
+            self._wakeup.set()
+
     @property
     def waiting(self) -> int:
         """How many rings are not sent yet."""
-        return len(self._waiting)
-
-    def _add(self, ring: _Ring) -> None:
-        if len(self._waiting) >= _MAX_WAITING or self._closed:
-            self.lost += 1
-            return
-        self._waiting[ring] = None
-        self._wakeup.set()
+        return len(self._wakes) + len(self._jobs)
 
     def close(self) -> None:
         """Take no more rings; `run` sends what waits and returns. Idempotent: yes."""
@@ -112,11 +122,11 @@ class Doorbell:
         task_status.started()
         backoff = Backoff(0.05, 2.0)
         try:
-            while self._waiting or not self._closed:
+            while self.waiting or not self._closed:
                 await self._wakeup.wait()
-                # A new event before the rings are taken: one that comes during the statement sets it again.
-                self._wakeup = anyio.Event()
-                while self._waiting:
+                # Before the rings are taken: one that comes during the statement sets them again.
+                self._wakeup, self._rung = anyio.Event(), False
+                while self.waiting:
                     if await self._send_next():
                         backoff.reset()
                     elif self._closed:
@@ -127,10 +137,11 @@ class Doorbell:
         finally:
             self._closed = True
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _FLUSH_SECONDS):
-                while self._waiting and await self._send_next():
+                while self.waiting and await self._send_next():
                     pass
-            self.lost += len(self._waiting)
-            self._waiting.clear()
+            self.lost += self.waiting
+            self._wakes.clear()
+            self._jobs.clear()
 
     async def _send_next(self) -> bool:
         rings = self._take()
@@ -138,17 +149,17 @@ class Doorbell:
             return await self._send(rings)
         except BaseException:
             # Cancelled in the middle: the last flush may send them again, which is harmless.
-            self._waiting.update(dict.fromkeys(rings))
+            self._jobs[:0] = rings
             raise
 
     def _take(self) -> list[_Ring]:
-        if len(self._waiting) <= _MAX_RINGS:
-            rings = list(self._waiting)
-            self._waiting.clear()
-            return rings
-        rings = list(islice(self._waiting, _MAX_RINGS))
-        for ring in rings:
-            del self._waiting[ring]
+        wakes = list(islice(self._wakes, _MAX_RINGS))
+        for wake in wakes:
+            del self._wakes[wake]
+        rings: list[_Ring] = [("wake", tenant, relay, None) for tenant, relay in wakes]
+        room = _MAX_RINGS - len(rings)
+        rings += self._jobs[:room]
+        del self._jobs[:room]
         return rings
 
     async def _send(self, rings: list[_Ring]) -> bool:

@@ -62,7 +62,7 @@ async def running(doorbell: Doorbell) -> AsyncIterator[None]:
         doorbell.close()
 
 
-async def test_rings_are_gathered_while_one_statement_is_under_way_and_each_goes_once() -> None:
+async def test_rings_are_gathered_while_one_statement_is_under_way_and_wake_ups_go_once() -> None:
     transport = Recorder(held=True)
     doorbell = Doorbell(transport)
     job = new_id()
@@ -72,8 +72,8 @@ async def test_rings_are_gathered_while_one_statement_is_under_way_and_each_goes
         for _ in range(1000):
             doorbell.ring_relay("acme", "erp")
             doorbell.ring_relay("acme", "crm")
-            doorbell.ring_results("acme", job)
-            doorbell.ring_cancel("acme", "erp", job)
+        doorbell.ring_results("acme", job)
+        doorbell.ring_cancel("acme", "erp", job)
         assert doorbell.waiting == 4
         transport.leave.set()
     # The first one again: what was committed while it was under way may not have been seen by whom it woke.
