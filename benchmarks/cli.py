@@ -1,0 +1,112 @@
+"""The command line: which scenarios, how long, where the figures go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.environment import describe
+from benchmarks.loops import run
+from benchmarks.model import CheckFailedError, Json, Scenario
+from benchmarks.report import as_json, print_tables
+from benchmarks.runner import CaseResult, count_samples, run_scenario
+from benchmarks.sandbox import Sandboxes
+from benchmarks.scenarios import SCENARIOS
+from dispatch_core.dev.postgres import DevServer, start_server
+from dispatch_core.errors import ConfigurationError
+
+__all__ = ["main", "measure"]
+
+# Durable by default: fsync, synchronous_commit and full_page_writes are on unless somebody turns them off. What is set
+# here only keeps checkpoints and eviction out of the way of samples that last seconds.
+SETTINGS = {"shared_buffers": "512MB", "max_wal_size": "4GB", "checkpoint_timeout": "30min"}
+
+_RESULTS = Path(__file__).with_name("results")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run scenarios and report; 0 = done, 1 = a check failed or there is no server, 2 = wrong usage."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        for name, scenario in SCENARIOS.items():
+            print(f"{name:10} {scenario.title}")
+        return 0
+    names = options.scenario or list(SCENARIOS)
+    if unknown := sorted(set(names) - set(SCENARIOS)):
+        print(f"unknown: {', '.join(unknown)}; there are: {', '.join(SCENARIOS)}", file=sys.stderr)
+        return 2
+    # The table goes to standard error where the document goes to standard output.
+    console = Console(stderr=options.json == "-")
+    try:
+        with start_server(settings=SETTINGS, ephemeral=True) as server:
+            document, results = run(
+                measure([SCENARIOS[name] for name in names], server, console, quick=options.quick, rounds=options.rounds)
+            )
+    except (CheckFailedError, ConfigurationError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print_tables(results, console)
+    text = json.dumps(document, indent=2)
+    if options.json == "-":
+        print(text)
+    else:
+        path = _path(options.json, document)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+        console.print(f"written: {os.path.relpath(path)}")
+    return 0
+
+
+async def measure(
+    scenarios: Sequence[Scenario], server: DevServer, console: Console, *, quick: bool, rounds: int
+) -> tuple[Json, list[CaseResult]]:
+    """Run `scenarios` on `server`; return the document and what it was made of."""
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    environment = await describe(server)
+    results: list[CaseResult] = []
+    sandboxes = Sandboxes(server)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Redrawn between samples only: a bar that moves by itself would take time from what is measured.
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task("", total=count_samples(scenarios, quick=quick, rounds=rounds), completed=-1)
+
+        def on_sample(text: str) -> None:
+            progress.update(task, description=f"{text:45}", advance=1, refresh=True)
+
+        try:
+            for scenario in scenarios:
+                results += await run_scenario(scenario, sandboxes, quick=quick, rounds=rounds, on_sample=on_sample)
+        finally:
+            await sandboxes.close()
+    return as_json(results, environment, started_at=started_at, quick=quick, rounds=rounds), results
+
+
+def _path(chosen: str | None, document: Json) -> Path:
+    if chosen is not None:
+        return Path(chosen)
+    stamp = document["started_at"].replace(":", "").replace("+0000", "Z")
+    return _RESULTS / f"{stamp}{'-quick' if document['quick'] else ''}.json"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("scenario", nargs="*", help="which to run; all, when none is named")
+    parser.add_argument("--quick", action="store_true", help="small sizes, fewer cases: under a minute for all of them")
+    parser.add_argument("--rounds", type=_rounds, default=3, help="samples of each contender at each case (3)")
+    parser.add_argument("--json", metavar="FILE", help="where the document goes; - = standard output")
+    parser.add_argument("--list", action="store_true", help="name the scenarios and end")
+    return parser
+
+
+def _rounds(text: str) -> int:
+    if (rounds := int(text)) < 1:
+        raise argparse.ArgumentTypeError("at least one round")
+    return rounds

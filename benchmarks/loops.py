@@ -1,0 +1,35 @@
+"""The event loop: uvloop where it is installed, on both sides alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+__all__ = ["loop_factory", "loop_name", "run"]
+
+T = TypeVar("T")
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what makes the loop; None = asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def loop_name() -> str:
+    """Return the name and version of the loop in use."""
+    try:
+        import uvloop
+    except ImportError:
+        return "asyncio"
+    return f"uvloop {uvloop.__version__}"
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end in a new loop."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(work)

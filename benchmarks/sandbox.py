@@ -1,0 +1,203 @@
+"""A fresh database for every sample, cloned from a template that may hold a backlog already.
+
+The template is cloned through the write-ahead log and not by copying files: so the clone's pages are in memory and not
+owed a full-page image each, and a sample measures its own work and not that of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import asyncpg
+
+from benchmarks.bare import statements
+from dispatch_core.dev.logins import GATEWAY_LOGIN, OPERATOR_LOGIN, WORKER_LOGIN
+from dispatch_core.dev.postgres import DevServer
+from dispatch_core.ids import new_id
+from dispatch_core.migrate import grant, migrate
+
+__all__ = ["BODY", "HEADERS", "OPERATION", "RELAY", "TENANT", "TTL", "Connection", "Sandbox", "Sandboxes"]
+
+Connection: TypeAlias = "asyncpg.Connection[Any]"
+
+TENANT: Final = "acme"
+RELAY: Final = "erp"
+OPERATION: Final = "GetInvoice"
+HEADERS: Final = '{"content-type":"application/json"}'
+BODY: Final = b'{"invoice":"2026-000123","lines":[{"sku":"A-1","quantity":3},{"sku":"B-2","quantity":1}]}'
+# Long enough that no job of any sample ends by its deadline.
+TTL: Final = timedelta(days=1)
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """One database of one sample, and who may enter it.
+
+    Ours enter as the plain logins; the bare side as the superuser, who owns its tables and pays for no policy.
+    """
+
+    server: DevServer
+    name: str
+
+    @property
+    def admin_dsn(self) -> str:
+        return self.server.admin_dsn_of(self.name)
+
+    @property
+    def bare_dsn(self) -> str:
+        return self.admin_dsn
+
+    @property
+    def gateway_dsn(self) -> str:
+        return self.server.gateway_dsn(self.name)
+
+    @property
+    def worker_dsn(self) -> str:
+        return self.server.worker_dsn(self.name)
+
+    @asynccontextmanager
+    async def connections(self, dsn: str, count: int) -> AsyncIterator[list[Connection]]:
+        """Open `count` connections, one by one, and close them."""
+        opened: list[Connection] = []
+        try:
+            for _ in range(count):
+                opened.append(await asyncpg.connect(dsn))
+            yield opened
+        finally:
+            for connection in opened:
+                await connection.close(timeout=10)
+
+    async def fetch(self, sql: str, *arguments: object) -> list[Any]:
+        """Read something as the superuser, from outside of what is measured."""
+        connection = await asyncpg.connect(self.admin_dsn)
+        try:
+            return list(await connection.fetch(sql, *arguments))
+        finally:
+            await connection.close()
+
+    async def counts(self, side: str) -> dict[str, int]:
+        """Return how many requests, live jobs and results there are; `side` is ours or bare."""
+        tables = {
+            "ours": "relay.s2r_relay_dispatch_request relay.s2r_relay_dispatch_queue relay.s2r_relay_dispatch_result",
+            "bare": "bare.request bare.queue bare.result",
+        }[side].split()
+        [row] = await self.fetch(
+            f"select (select count(*) from {tables[0]}), (select count(*) from {tables[1]}),"
+            f" (select count(distinct job_id) from {tables[2]} where status = 'succeeded'),"
+            f" (select count(*) from {tables[2]})"
+        )
+        return {"requests": row[0], "queued": row[1], "succeeded": row[2], "results": row[3]}
+
+    async def completion_span(self, side: str) -> float:
+        """Return the seconds from the first claim to the last completion, by the database's clock."""
+        table = "relay.s2r_relay_dispatch_result" if side == "ours" else "bare.result"
+        [row] = await self.fetch(f"select extract(epoch from max(completed_at) - min(claimed_at)) from {table}")
+        return float(row[0])
+
+
+@dataclass
+class Sandboxes:
+    """Makes sandboxes, from one migrated template and one more for each size of backlog."""
+
+    server: DevServer
+    _templates: dict[int, str] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def sandbox(self, preload: int = 0) -> AsyncIterator[Sandbox]:
+        """Clone a database that holds `preload` pending jobs, ours and bare; drop it afterwards."""
+        template = await self._template(preload)
+        name = _name("sample")
+        await self._create(name, template)
+        try:
+            yield Sandbox(self.server, name)
+        finally:
+            await self._drop(name)
+
+    async def close(self) -> None:
+        """Drop the templates, where the server outlives us."""
+        if not self.server.is_ours:
+            for name in self._templates.values():
+                await self._drop(name)
+        self._templates.clear()
+
+    async def _template(self, preload: int) -> str:
+        if preload not in self._templates:
+            name = _name("template")
+            if preload:
+                await self._create(name, await self._template(0))
+                await _fill(Sandbox(self.server, name), preload)
+            else:
+                await self._create(name, "template1")
+                await _install(self.server, name)
+            self._templates[preload] = name
+        return self._templates[preload]
+
+    async def _create(self, name: str, template: str) -> None:
+        # The checkpoint first: pages that are written after it are not owed a full image in the log once more.
+        await self._execute("checkpoint")
+        await self._execute(f"create database {name} template {template} strategy wal_log")
+
+    async def _drop(self, name: str) -> None:
+        await self._execute(f"drop database if exists {name} with (force)")
+
+    async def _execute(self, sql: str) -> None:
+        connection = await asyncpg.connect(self.server.admin_dsn)
+        try:
+            await connection.execute(sql)
+        finally:
+            await connection.close()
+
+
+def _name(kind: str) -> str:
+    return f"s2r_bench_{kind}_{os.getpid()}_{next(_numbers)}"
+
+
+async def _install(server: DevServer, name: str) -> None:
+    dsn = server.admin_dsn_of(name)
+    await migrate(dsn)
+    await grant(dsn, GATEWAY_LOGIN, role="gateway", tenant=None, relay=None)
+    await grant(dsn, WORKER_LOGIN, role="worker", tenant=None, relay=None)
+    await grant(dsn, OPERATOR_LOGIN, role="operator", tenant=None, relay=None)
+    connection = await asyncpg.connect(dsn)
+    try:
+        await connection.execute(Path(__file__).with_name("bare").joinpath("schema.sql").read_text())
+    finally:
+        await connection.close()
+
+
+_FILL_OURS = """
+select count(*) from relay.enqueue(
+  $1, $2, array_fill($3::text, array[$7::int]), array_fill($4::text, array[$7::int]), array_fill($5::text, array[$7::int]),
+  array_fill($6::bytea, array[$7::int]), array_fill(1::bigint, array[$7::int]),
+  array_fill($8::interval, array[$7::int]), array_fill(null::timestamptz, array[$7::int]),
+  array_fill(null::interval, array[$7::int]))
+"""
+
+
+async def _fill(sandbox: Sandbox, jobs: int) -> None:
+    async with (
+        sandbox.connections(sandbox.gateway_dsn, 1) as [gateway],
+        sandbox.connections(sandbox.admin_dsn, 1) as [admin],
+    ):
+        for connection in (gateway, admin):
+            await connection.execute("set synchronous_commit = off")
+        left = jobs
+        while left:
+            count = min(left, 2000)
+            ids = [new_id() for _ in range(count)]
+            await gateway.fetch(_FILL_OURS, TENANT, ids, RELAY, OPERATION, HEADERS, BODY, count, TTL)
+            await admin.execute(
+                statements.INSERT_MANY, TENANT, ids, RELAY, OPERATION, [HEADERS] * count, [BODY] * count, TTL
+            )
+            left -= count
+        # Both sides start with clean pages; the queue is never analyzed, as in use.
+        await admin.execute("vacuum")

@@ -1,0 +1,17 @@
+"""The scenarios, in the order in which they run. A new one is a new file and a line here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.model import Scenario
+from benchmarks.scenarios import claim
+
+__all__ = ["SCENARIOS"]
+
+SCENARIOS: Final[dict[str, Scenario]] = {
+    scenario.name: scenario
+    for scenario in (
+        claim.SCENARIO,
+    )
+}
