@@ -9,7 +9,6 @@ What may be wrong with arguments is found before any SQL; what PostgreSQL refuse
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
@@ -17,10 +16,10 @@ from typing import Any, Final, Literal
 from uuid import UUID
 
 from dispatch_core import codec
+from dispatch_core import dispatch_rows as read
 from dispatch_core.database import Connection, mapped_errors
 from dispatch_core.errors import (
     IdempotencyConflictError,
-    InvalidDeadlineError,
     InvalidInputError,
     InvalidResultError,
     MalformedHeadersError,
@@ -36,24 +35,14 @@ from dispatch_core.models import (
     DispatchStatus,
     EndedJob,
     Headers,
-    MalformedJob,
     PutBack,
     Settled,
     WriteOutcome,
 )
+from dispatch_core.requests import MAX_BODY_BYTES, MAX_TTL_SECONDS, EnqueueRow, duration, prepare
 
-__all__ = [
-    "DEFAULT_TTL_SECONDS",
-    "MAX_BODY_BYTES",
-    "MAX_TTL_SECONDS",
-    "EnqueueRow",
-    "RelayDispatchRepository",
-    "prepare",
-]
+__all__ = ["EnqueueRow", "RelayDispatchRepository", "prepare"]
 
-DEFAULT_TTL_SECONDS: Final = 300.0
-MAX_TTL_SECONDS: Final = 7 * 86400.0
-MAX_BODY_BYTES: Final = 8 * 1024 * 1024
 MAX_ERROR_BYTES: Final = 4000
 
 _ENQUEUE: Final = "select n, inserted from relay.enqueue($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
@@ -84,133 +73,6 @@ _SWEEP: Final = "select sweep, tenant_id, relay_id, job_id, status from relay.ru
 _PURGE: Final = "select relay.purge($1, $2, $3)"
 _CHANNEL: Final = "select relay.channel($1, $2, $3)"
 _NOW: Final = "select relay.now()"
-
-_APPLIED: Final = WriteOutcome.APPLIED
-_OUTCOMES: Final = {outcome.value: outcome for outcome in WriteOutcome}
-_STATUSES: Final = {status.value: status for status in DispatchStatus}
-# Settled values are few and immutable, so that a batch of completions makes no object per row.
-_SETTLED: Final = {
-    (outcome.value, status): Settled(outcome, _STATUSES[status] if status else None)
-    for outcome in WriteOutcome
-    for status in (None, *_STATUSES)
-}
-
-
-class EnqueueRow:
-    """One checked request, as the columns of the enqueue call. Made by `prepare`; nothing in it can be refused for
-    its form any more."""
-
-    __slots__ = (
-        "body",
-        "delay",
-        "expires_at",
-        "headers",
-        "idempotency_key",
-        "job_id",
-        "max_attempts",
-        "operation",
-        "relay_id",
-        "ttl",
-    )
-
-    def __init__(
-        self,
-        job_id: UUID,
-        relay_id: str,
-        operation: str,
-        headers: str,
-        body: bytes,
-        max_attempts: int,
-        ttl: timedelta | None,
-        expires_at: datetime | None,
-        delay: timedelta | None,
-        idempotency_key: str | None,
-    ) -> None:
-        self.job_id = job_id
-        self.relay_id = relay_id
-        self.operation = operation
-        self.headers = headers
-        self.body = body
-        self.max_attempts = max_attempts
-        self.ttl = ttl
-        self.expires_at = expires_at
-        self.delay = delay
-        self.idempotency_key = idempotency_key
-
-    @property
-    def size(self) -> int:
-        """Return about how many bytes the row has on the wire."""
-        return len(self.body) + len(self.headers) + 200
-
-
-_DEFAULT_TTL: Final = timedelta(seconds=DEFAULT_TTL_SECONDS)
-
-
-def prepare(
-    request: DispatchRequest,
-    *,
-    default_ttl_seconds: float = DEFAULT_TTL_SECONDS,
-    max_ttl_seconds: float = MAX_TTL_SECONDS,
-    max_body_bytes: int = MAX_BODY_BYTES,
-) -> EnqueueRow:
-    """Check a request and turn it into a row, with a new job id.
-
-    Raises: InvalidNameError, InvalidHeadersError, InvalidBodyError, InvalidDeadlineError, InvalidInputError; all before
-    any SQL.
-    """
-    attempts = request.max_attempts
-    if attempts.__class__ is not int or not 1 <= attempts < 2**31:
-        raise InvalidInputError(f"max_attempts must be a whole number from 1 up, not {attempts!r}")
-    ttl: timedelta | None = None
-    if request.expires_at is not None:
-        if request.ttl is not None:
-            raise InvalidDeadlineError("give ttl or expires_at, not both")
-        _check_expires_at(request.expires_at, max_ttl_seconds)
-    elif request.ttl is None:
-        ttl = _DEFAULT_TTL if default_ttl_seconds == DEFAULT_TTL_SECONDS else timedelta(seconds=default_ttl_seconds)
-    else:
-        ttl = _duration("ttl", request.ttl, max_ttl_seconds)
-        if not ttl:
-            raise InvalidDeadlineError("ttl must be positive")
-    delay = None if request.delay is None else _duration("delay", request.delay, max_ttl_seconds)
-    key = request.idempotency_key
-    return EnqueueRow(
-        new_id(),
-        codec.check_name("relay_id", request.relay_id),
-        codec.check_name("operation", request.operation),
-        codec.encode_headers(request.headers),
-        codec.encode_body(request.body, request.json, max_bytes=max_body_bytes),
-        attempts,
-        ttl,
-        request.expires_at,
-        delay,
-        None if key is None else codec.check_name("idempotency_key", key),
-    )
-
-
-def _duration(name: str, value: object, limit_seconds: float) -> timedelta:
-    if isinstance(value, timedelta):
-        seconds = value.total_seconds()
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = float(value)
-    else:
-        raise InvalidDeadlineError(f"{name} must be seconds or a timedelta, not {type(value).__name__}")
-    if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidDeadlineError(f"{name} must be finite and not negative, not {seconds} s")
-    if seconds > limit_seconds:
-        raise InvalidDeadlineError(f"{name} is {seconds:g} s; at most {limit_seconds:g} s are allowed")
-    # Rounded up: PostgreSQL counts microseconds, and a positive duration must not become zero.
-    return timedelta(microseconds=math.ceil(seconds * 1_000_000))
-
-
-def _check_expires_at(value: object, max_ttl_seconds: float) -> None:
-    if not isinstance(value, datetime) or value.tzinfo is None or value.utcoffset() is None:
-        raise InvalidDeadlineError("expires_at must be an aware datetime")
-    ahead = value.timestamp() - time.time()
-    # This clock may differ from the database's, which decides whether the time has passed; so only the far end here,
-    # with an hour's grace.
-    if ahead > max_ttl_seconds + 3600:
-        raise InvalidDeadlineError(f"expires_at is {ahead:.0f} s ahead; at most {max_ttl_seconds:g} s are allowed")
 
 
 class RelayDispatchRepository:
@@ -360,32 +222,7 @@ class RelayDispatchRepository:
             return {}
         with mapped_errors(job_id=ids[0] if len(ids) == 1 else None):
             records = await self._conn.fetch(_POLL, self._tenant, ids)
-        results: dict[UUID, DispatchResult | MalformedHeadersError] = {}
-        for record in records:
-            job_id = ids[record[0] - 1]
-            headers: dict[str, str | list[str]] | None = None
-            if record[5] is not None:
-                try:
-                    headers = codec.decode_headers(record[5], job_id)
-                except MalformedHeadersError as error:
-                    results[job_id] = error
-                    continue
-            results[job_id] = DispatchResult(
-                job_id,
-                _STATUSES[record[2]],
-                record[4],
-                headers,
-                record[6],
-                record[7],
-                record[8],
-                record[3],
-                record[9],
-                record[10],
-                record[11],
-                record[12],
-                record[13].total_seconds(),
-            )
-        return results
+        return read.results(records, ids)
 
     async def mark_expired(self, job_id: UUID) -> int:
         """Withdraw a job: 1 if it was pending or claimed and is now `expired`, else 0.
@@ -463,7 +300,7 @@ class RelayDispatchRepository:
                 body_limit_bytes,
                 4 * 1024 * 1024,
             )
-        return _claimed(records, relay_id, sent_at)
+        return read.claimed(records, relay_id, sent_at)
 
     async def claim_again(
         self,
@@ -481,7 +318,7 @@ class RelayDispatchRepository:
             records = await self._conn.fetch(
                 _CLAIM_AGAIN, relay_id, names, claimed_by, claim_id, body_limit_bytes, 4 * 1024 * 1024
             )
-        return _claimed(records, relay_id, sent_at)
+        return read.claimed(records, relay_id, sent_at)
 
     async def fetch_body(self, job: DispatchJob, *, claimed_by: str) -> bool:
         """Fill in the body of a `body_pending` job; False when the claim is not the caller's any more."""
@@ -520,7 +357,7 @@ class RelayDispatchRepository:
             )
         outcomes = [WriteOutcome.STALE] * len(claims)
         for record in records:
-            outcomes[record[0] - 1] = _OUTCOMES[record[1]]
+            outcomes[record[0] - 1] = read.OUTCOMES[record[1]]
         return outcomes
 
     async def complete(
@@ -554,7 +391,7 @@ class RelayDispatchRepository:
             error_message,
         )
         settled = await self.complete_many(relay_id, [completion], claimed_by=claimed_by)
-        return 1 if settled[0].outcome is _APPLIED else 0
+        return 1 if settled[0].outcome is WriteOutcome.APPLIED else 0
 
     async def complete_many(
         self, relay_id: str, completions: Sequence[Completion], *, claimed_by: str
@@ -570,7 +407,7 @@ class RelayDispatchRepository:
         for item in completions:
             if item.status != "succeeded" and item.status != "failed":
                 raise InvalidInputError(f"a job completes as succeeded or failed, not {item.status!r}")
-            if item.response_status is not None and not _is_bigint(item.response_status):
+            if item.response_status is not None and not read.is_bigint(item.response_status):
                 raise InvalidResultError("response_status must be a whole number that fits 64 bits")
         with mapped_errors(job_id=completions[0].job_id if len(completions) == 1 else None):
             records = await self._conn.fetch(
@@ -593,7 +430,7 @@ class RelayDispatchRepository:
                     for item in completions
                 ],
             )
-        return _in_order(records, len(completions))
+        return read.settled(records, len(completions))
 
     async def retry(self, relay_id: str, items: Sequence[PutBack], *, claimed_by: str) -> list[Settled]:
         """Put claimed jobs back, to run again after their delay; or end them where that cannot be.
@@ -611,7 +448,7 @@ class RelayDispatchRepository:
                 [item.tenant_id or self._tenant for item in items],
                 [item.job_id for item in items],
                 [item.fence for item in items],
-                [_duration("delay", item.delay, MAX_TTL_SECONDS) for item in items],
+                [duration("delay", item.delay, MAX_TTL_SECONDS) for item in items],
                 [item.give_back for item in items],
                 [codec.sanitize(item.error_code, 200) for item in items],
                 [
@@ -619,7 +456,7 @@ class RelayDispatchRepository:
                     for item in items
                 ],
             )
-        return _in_order(records, len(items))
+        return read.settled(records, len(items))
 
     async def release(
         self, relay_id: str, claims: Sequence[tuple[str | None, UUID, int, bool]], *, claimed_by: str
@@ -641,7 +478,7 @@ class RelayDispatchRepository:
                 [claim[2] for claim in claims],
                 [claim[3] for claim in claims],
             )
-        return _in_order(records, len(claims))
+        return read.settled(records, len(claims))
 
     async def reclaim(
         self,
@@ -660,7 +497,7 @@ class RelayDispatchRepository:
         names = [self._tenant] if tenants is None else list(tenants)
         with mapped_errors():
             records = await self._conn.fetch(_RECLAIM, relay_id, names, limit, timedelta(seconds=lease_seconds))
-        return [EndedJob(record[0], record[1], record[2], _STATUSES[record[3]]) for record in records]
+        return [EndedJob(record[0], record[1], record[2], read.STATUSES[record[3]]) for record in records]
 
     # --- both -----------------------------------------------------------------------------------------------------
 
@@ -687,7 +524,7 @@ class RelayDispatchRepository:
                 [timedelta(seconds=seconds) for seconds in every_seconds],
             )
         return [
-            EndedJob(record[1], record[2], record[3], _STATUSES[record[4]])
+            EndedJob(record[1], record[2], record[3], read.STATUSES[record[4]])
             for record in records
             if record[3] is not None
         ]
@@ -707,71 +544,3 @@ class RelayDispatchRepository:
             value = await self._conn.fetchval(_NOW)
         assert isinstance(value, datetime)
         return value
-
-
-def _is_bigint(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-
-
-def _in_order(records: Sequence[Any], count: int) -> list[Settled]:
-    settled: list[Settled] = [_SETTLED["stale", None]] * count
-    for n, outcome, status in records:
-        settled[n - 1] = _SETTLED[outcome, status]
-    return settled
-
-
-def _claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJobs:
-    claimed = ClaimedJobs()
-    jobs = claimed.jobs
-    for record in records:
-        (
-            outcome,
-            tenant,
-            job_id,
-            operation,
-            headers,
-            body,
-            body_bytes,
-            attempt,
-            max_attempts,
-            fence,
-            seq,
-            created_at,
-            expires_at,
-            remaining,
-        ) = record
-        if outcome == "delayed":
-            claimed.next_due[tenant] = remaining.total_seconds()
-            continue
-        claimed.looked_at += 1
-        claimed.counts[tenant] = claimed.counts.get(tenant, 0) + 1
-        # Ascending within a tenant, so the last one is the highest.
-        claimed.cursors[tenant] = seq
-        if outcome == "expired":
-            claimed.expired.append(EndedJob(tenant, relay_id, job_id, DispatchStatus.EXPIRED))
-            continue
-        try:
-            decoded = {} if headers == "{}" else codec.decode_headers(headers, job_id)
-        except MalformedHeadersError as error:
-            claimed.malformed.append(MalformedJob(job_id, tenant, attempt, fence, error))
-            continue
-        jobs.append(
-            DispatchJob(
-                job_id,
-                tenant,
-                relay_id,
-                operation,
-                decoded,
-                b"" if body is None else body,
-                attempt,
-                max_attempts,
-                fence,
-                created_at,
-                expires_at,
-                # From before the call was sent: never later than the true deadline.
-                sent_at + remaining.total_seconds(),
-                seq,
-                body is None and body_bytes > 0,
-            )
-        )
-    return claimed
