@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.model import Scenario
-from benchmarks.scenarios import claim
+from benchmarks.scenarios import bulk, claim, enqueue
 
 __all__ = ["SCENARIOS"]
 
@@ -13,5 +13,7 @@ SCENARIOS: Final[dict[str, Scenario]] = {
     scenario.name: scenario
     for scenario in (
         claim.SCENARIO,
+        enqueue.SCENARIO,
+        bulk.SCENARIO,
     )
 }

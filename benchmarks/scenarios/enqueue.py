@@ -1,0 +1,141 @@
+"""Single awaited `enqueue` calls by concurrent tasks of one gateway process.
+
+Ours: `GatewayClient`, which shares statements between calls and rings after commit (nobody listens here). The bare side
+makes the same calls one INSERT each, on a pool, without any wake-up; `function` calls our SQL function once per call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+from uuid import UUID
+
+import asyncpg
+
+from benchmarks.bare import statements
+from benchmarks.model import Case, Contender, Sample, Scenario, check, percentile
+from benchmarks.sandbox import BODY, HEADERS, OPERATION, RELAY, TENANT, TTL, Sandbox
+from dispatch_core.codec import decode_json
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.ids import new_id
+from gateway_sdk import GatewayClient
+
+__all__ = ["SCENARIO"]
+
+# Ours has as many by default.
+_POOL: Final = 10
+
+_OURS = Contender("ours", "ours", "GatewayClient.enqueue with its defaults")
+_BARE = Contender("bare", "baseline", f"one INSERT (request and queue) a call, on a pool of {_POOL}, no wake-up")
+_FUNCTION = Contender("function", "reference", f"RelayDispatchRepository.enqueue a call, on a pool of {_POOL}, no wake-up")
+
+Enqueue = Callable[[], Awaitable[UUID]]
+
+
+@asynccontextmanager
+async def _ours(sandbox: Sandbox) -> AsyncIterator[Enqueue]:
+    headers = decode_json(HEADERS.encode())
+    async with GatewayClient(sandbox.gateway_dsn) as client:
+        tenant = client.tenant(TENANT)
+
+        async def enqueue() -> UUID:
+            return await tenant.enqueue(RELAY, OPERATION, headers, BODY, ttl=TTL)
+
+        yield enqueue
+
+
+@asynccontextmanager
+async def _pool(dsn: str) -> AsyncIterator[Any]:
+    # Without its reset query: one round trip is all that a call needs.
+    async with asyncpg.create_pool(dsn, min_size=_POOL, max_size=_POOL, reset=_no_reset) as pool:
+        yield pool
+
+
+async def _no_reset(connection: Any) -> None:
+    pass
+
+
+@asynccontextmanager
+async def _bare(sandbox: Sandbox) -> AsyncIterator[Enqueue]:
+    async with _pool(sandbox.bare_dsn) as pool:
+
+        async def enqueue() -> UUID:
+            job_id = new_id()
+            async with pool.acquire() as connection:
+                await connection.fetch(statements.INSERT, TENANT, job_id, RELAY, OPERATION, HEADERS, BODY, TTL)
+            return job_id
+
+        yield enqueue
+
+
+@asynccontextmanager
+async def _function(sandbox: Sandbox) -> AsyncIterator[Enqueue]:
+    headers = decode_json(HEADERS.encode())
+    async with _pool(sandbox.gateway_dsn) as pool:
+
+        async def enqueue() -> UUID:
+            async with pool.acquire() as connection:
+                return await RelayDispatchRepository(connection, TENANT).enqueue(
+                    RELAY, OPERATION, headers, BODY, ttl=TTL
+                )
+
+        yield enqueue
+
+
+_OPEN = {"ours": _ours, "bare": _bare, "function": _function}
+
+
+async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
+    tasks = case.parameters["tasks"]
+    ids: list[UUID] = []
+    times: list[float] = []
+    left = case.jobs
+
+    async with _OPEN[contender.name](sandbox) as enqueue:
+
+        async def caller() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                started = time.perf_counter()
+                ids.append(await enqueue())
+                times.append(time.perf_counter() - started)
+
+        # Outside the clock: connections are made, statements prepared.
+        warm = await asyncio.gather(*(enqueue() for _ in range(6 * _POOL)))
+        started = time.perf_counter()
+        await asyncio.gather(*(caller() for _ in range(tasks)))
+        elapsed = time.perf_counter() - started
+
+    found = await sandbox.counts("bare" if contender is _BARE else "ours")
+    checks = check(
+        case.jobs,
+        returned=len(ids),
+        distinct=len(set(ids)),
+        requests=found["requests"] - len(warm),
+        queued=found["queued"] - len(warm),
+    )
+    return Sample(
+        case.jobs / elapsed, checks, {"p50_ms": percentile(times, 0.5) * 1000, "p99_ms": percentile(times, 0.99) * 1000}
+    )
+
+
+def _cases(quick: bool) -> Sequence[Case]:
+    if quick:
+        return [Case({"tasks": 1}, 500), Case({"tasks": 256}, 5_000)]
+    return [Case({"tasks": 1}, 4_000), Case({"tasks": 16}, 20_000), Case({"tasks": 256}, 50_000)]
+
+
+SCENARIO = Scenario(
+    name="enqueue",
+    title="single awaited enqueue calls",
+    unit="jobs/s",
+    higher_is_better=True,
+    contenders=(_OURS, _BARE, _FUNCTION),
+    cases=_cases,
+    run=_run,
+    target=lambda case: {1: 0.90, 16: 2.0, 256: 5.0}[case.parameters["tasks"]],
+)
