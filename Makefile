@@ -21,11 +21,12 @@ demo: $(VENV)/.demo ## gateway and relays on a PostgreSQL of their own, with rea
 test: $(VENV)/.dev ## run the tests (make test ARGS='-k fence')
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: $(VENV)/.dev ## format, lint, types, layers
+check: $(VENV)/.dev ## format, lint, types, layers, settings table
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/settings_table.py --check
 
 format: $(VENV)/.dev ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
