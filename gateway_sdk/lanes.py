@@ -16,7 +16,7 @@ import anyio
 
 from dispatch_core.backoff import Backoff
 from dispatch_core.batcher import Batcher, is_row_fault
-from dispatch_core.database import Database
+from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import (
@@ -24,17 +24,19 @@ from dispatch_core.errors import (
     ConnectionLostError,
     DatabaseBusyError,
     DatabaseUnavailableError,
+    MalformedHeadersError,
     RelayDispatchError,
     TenancyError,
 )
-from dispatch_core.models import DispatchResult
+from dispatch_core.models import DispatchResult, EndedJob
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.settings import GatewaySettings
 
-__all__ = ["EnqueueItem", "Lanes", "Polled", "TenantLanes"]
+__all__ = ["EnqueueItem", "Lanes", "Polled", "TenantLanes", "bounded"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+Answer = TypeVar("Answer")
 
 EnqueueItem: TypeAlias = tuple[EnqueueRow, bool, float]
 """A row, whether to ring its relay, and the monotonic time at which its sender has given up."""
@@ -171,13 +173,10 @@ class Lanes:
         return [answers[item[0].job_id] for item in items]
 
     async def _store(self, tenant: str, items: list[EnqueueItem], seconds: float) -> list[bool]:
-        async with self._database.connection() as conn:
-            inserted = None
-            with anyio.move_on_after(seconds):
-                inserted = await RelayDispatchRepository(conn, tenant).enqueue_rows([item[0] for item in items])
-            if inserted is None:
-                # Inside the block, so that a connection which does not answer is not used again.
-                raise ConnectionLostError("PostgreSQL did not answer in time")
+        async def store(conn: Connection) -> list[bool]:
+            return await RelayDispatchRepository(conn, tenant).enqueue_rows([item[0] for item in items])
+
+        inserted = await bounded(self._database, seconds, store)
         self._counters.enqueued += len(items)
         self._counters.enqueue_statements += 1
         for relay_id in {item[0].relay_id for item in items if item[1]}:
@@ -200,13 +199,14 @@ class Lanes:
         )
 
     async def _send_poll(self, tenant: str, job_ids: list[UUID]) -> Sequence[Polled | Exception]:
-        async with self._database.connection() as conn:
+        sent_at = 0.0
+
+        async def read(conn: Connection) -> dict[UUID, DispatchResult | MalformedHeadersError]:
+            nonlocal sent_at
             sent_at = time.monotonic()
-            results = None
-            with anyio.move_on_after(self._settings.poll_timeout_seconds):
-                results = await RelayDispatchRepository(conn, tenant).poll_many(job_ids)
-            if results is None:
-                raise ConnectionLostError("PostgreSQL did not answer in time")
+            return await RelayDispatchRepository(conn, tenant).poll_many(job_ids)
+
+        results = await bounded(self._database, self._settings.poll_timeout_seconds, read)
         self._counters.polled += len(job_ids)
         self._counters.poll_statements += 1
         total = 0
@@ -237,8 +237,10 @@ class Lanes:
         return Batcher(flush, max_items=1000, retries=_BUSY_TRIES, splits=_is_fault_of_one_row)
 
     async def _send_expire(self, tenant: str, job_ids: list[UUID]) -> Sequence[int | Exception]:
-        async with self._database.connection() as conn:
-            ended = await RelayDispatchRepository(conn, tenant).mark_expired_many(job_ids)
+        async def end(conn: Connection) -> list[tuple[EndedJob, bool]]:
+            return await RelayDispatchRepository(conn, tenant).mark_expired_many(job_ids)
+
+        ended = await bounded(self._database, self._settings.write_timeout_seconds, end)
         withdrawn = set()
         for job, was_claimed in ended:
             withdrawn.add(job.job_id)
@@ -251,6 +253,23 @@ class Lanes:
             # Asked for twice in one batch, it was withdrawn once.
             withdrawn.discard(job_id)
         return answers
+
+
+async def bounded(database: Database, seconds: float, run: Callable[[Connection], Awaitable[Answer]]) -> Answer:
+    """Run `run(conn)` on a pooled connection, within `seconds` for both getting and using it.
+
+    Raises: DatabaseUnavailableError where none was free in time; ConnectionLostError where there was no answer in time,
+    and then the connection is not used again.
+    """
+    until = anyio.current_time() + seconds
+    with anyio.move_on_at(until) as getting:
+        async with database.connection() as conn:
+            # From here on the inner one alone, so that what it ends is raised within the block.
+            getting.deadline = math.inf
+            with anyio.move_on_at(until):
+                return await run(conn)
+            raise ConnectionLostError("PostgreSQL did not answer in time")
+    raise DatabaseUnavailableError("no connection was free in time; nothing was sent")
 
 
 def _is_fault_of_one_row(error: RelayDispatchError) -> bool:

@@ -32,8 +32,12 @@ class GatewaySettings(Settings):
     max_ttl_seconds: float = Field(
         default=7 * DAY, gt=0, le=10_000 * DAY, allow_inf_nan=False, description="the longest ttl that is accepted"
     )
-    enqueue_timeout_seconds: float = Field(
-        default=10.0, gt=0, le=3600, allow_inf_nan=False, description="for one enqueue, its repetitions included"
+    write_timeout_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="for an enqueue or a withdrawal, repetitions included",
     )
     enqueue_batch_items: int = Field(default=500, ge=1, le=10_000, description="jobs in one INSERT at most")
     enqueue_batch_bytes: int = Field(
@@ -63,7 +67,7 @@ class GatewaySettings(Settings):
     )
     poll_batch_items: int = Field(default=2000, ge=1, le=10_000, description="jobs in one poll at most")
     deadline_grace_seconds: float = Field(
-        default=2.0,
+        default=1.0,
         gt=0,
         le=60,
         allow_inf_nan=False,

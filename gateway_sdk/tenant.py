@@ -33,6 +33,7 @@ from dispatch_core.errors import (
     TenancyUnboundError,
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
+from gateway_sdk.lanes import bounded
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.waiter import Outcome, Wait
 
@@ -105,7 +106,7 @@ class TenantClient:
         )
         if conn is not None:
             return await self._enqueue_in(conn, row, notify)
-        give_up_at = time.monotonic() + self._runtime.settings.enqueue_timeout_seconds
+        give_up_at = time.monotonic() + self._runtime.settings.write_timeout_seconds
         if row.idempotency_key is not None:
             return await self._enqueue_keyed(row, notify, give_up_at)
         try:
@@ -136,7 +137,7 @@ class TenantClient:
             for chunk in chunks:
                 await repository.enqueue_rows(chunk, notify=notify)
             return job_ids
-        give_up_at = time.monotonic() + self._runtime.settings.enqueue_timeout_seconds
+        give_up_at = time.monotonic() + self._runtime.settings.write_timeout_seconds
         await self._repeat(self._store_all, chunks, give_up_at=give_up_at)
         self._runtime.counters.enqueued += len(rows)
         self._runtime.counters.enqueue_statements += len(chunks)
@@ -185,9 +186,11 @@ class TenantClient:
                 idempotency_key=idempotency_key,
             )
         )
-        give_up_at = started_at + self._runtime.settings.enqueue_timeout_seconds
-        if seconds is not None:
-            give_up_at = min(give_up_at, started_at + seconds)
+        # No later than anybody would care for the job.
+        bounds = [self._runtime.settings.write_timeout_seconds]
+        bounds += [] if seconds is None else [seconds]
+        bounds += [] if row.ttl is None else [row.ttl.total_seconds()]
+        give_up_at = started_at + min(bounds)
         if row.idempotency_key is not None:
             job_id = await self._enqueue_keyed(row, True, give_up_at)
             return await self.wait(
@@ -290,11 +293,16 @@ class TenantClient:
         """
         ids = list(dict.fromkeys(_job_id(job_id) for job_id in job_ids))
         results: dict[UUID, DispatchResult | MalformedHeadersError] = {}
-        give_up_at = time.monotonic() + self._runtime.settings.enqueue_timeout_seconds
+        give_up_at = time.monotonic() + self._runtime.settings.write_timeout_seconds
 
-        async def read(chunk: Sequence[UUID], _seconds: float) -> None:
-            async with self._runtime.database.connection() as conn:
-                results.update(await RelayDispatchRepository(conn, self._tenant).poll_many(chunk))
+        async def read(chunk: Sequence[UUID], seconds: float) -> None:
+            results.update(
+                await bounded(
+                    self._runtime.database,
+                    seconds,
+                    lambda conn: RelayDispatchRepository(conn, self._tenant).poll_many(chunk),
+                )
+            )
 
         for start in range(0, len(ids), _POLL_CHUNK):
             await self._repeat(read, ids[start : start + _POLL_CHUNK], give_up_at=give_up_at)
@@ -347,33 +355,31 @@ class TenantClient:
         return job_id
 
     async def _store_keyed(self, row: EnqueueRow, seconds: float) -> tuple[UUID, bool]:
-        # It may wait for somebody's transaction: so never more of these than leave connections for the others.
-        with anyio.move_on_after(seconds):
-            async with self._runtime.keyed, self._runtime.database.connection() as conn:
-                stored = None
-                with anyio.move_on_after(seconds):
-                    stored = await RelayDispatchRepository(conn, self._tenant).enqueue_keyed_row(
-                        row, lock_timeout_seconds=min(self._runtime.settings.lock_timeout_seconds, max(0.001, seconds))
-                    )
-                if stored is None:
-                    raise DatabaseUnavailableError("PostgreSQL did not answer in time")
-                return stored
-        raise DatabaseUnavailableError("no connection was free in time; nothing was sent")
+        async def store(conn: Connection) -> tuple[UUID, bool]:
+            timeout = max(0.001, min(self._runtime.settings.lock_timeout_seconds, until - time.monotonic()))
+            return await RelayDispatchRepository(conn, self._tenant).enqueue_keyed_row(
+                row, lock_timeout_seconds=timeout
+            )
+
+        until = time.monotonic() + seconds
+        # It may wait for somebody's transaction, so there are never so many of these that others get no connection.
+        with anyio.move_on_after(seconds) as queueing:
+            async with self._runtime.keyed:
+                queueing.deadline = math.inf
+                return await bounded(self._runtime.database, max(0.001, until - time.monotonic()), store)
+        raise DatabaseBusyError("too many enqueues wait for idempotency keys; nothing was sent", sqlstate=_LOCK_TIMEOUT)
 
     async def _store_all(self, chunks: Sequence[Sequence[EnqueueRow]], seconds: float) -> None:
-        async with self._runtime.database.connection() as conn:
-            done = False
-            with anyio.move_on_after(seconds):
-                repository = RelayDispatchRepository(conn, self._tenant)
-                if len(chunks) == 1:
-                    await repository.enqueue_rows(chunks[0])
-                else:
-                    async with conn.transaction():
-                        for chunk in chunks:
-                            await repository.enqueue_rows(chunk)
-                done = True
-            if not done:
-                raise DatabaseUnavailableError("PostgreSQL did not answer in time")
+        async def store(conn: Connection) -> None:
+            repository = RelayDispatchRepository(conn, self._tenant)
+            if len(chunks) == 1:
+                await repository.enqueue_rows(chunks[0])
+                return
+            async with conn.transaction():
+                for chunk in chunks:
+                    await repository.enqueue_rows(chunk)
+
+        await bounded(self._runtime.database, seconds, store)
 
     async def _repeat(
         self,

@@ -61,7 +61,7 @@ _YOUNG_SECONDS: Final = 0.05
 """The shortest time between two polls of a job whose result is not pushed."""
 
 _SILENCE_SECONDS: Final = 1.0
-"""A poll that has had no answer for so long, when a wait times out, means that the database is away."""
+"""A poll that has had no answer for so long, when a wait is to end, means that the database is away."""
 
 
 class Wait:
@@ -358,15 +358,10 @@ class ResultWaiter:
             job.waits.remove(wait)
         if job.expired is not None:
             outcome: Outcome = job.expired
-        elif job.storing:
-            outcome = DatabaseUnavailableError(
-                f"job {job.job_id} was not enqueued within the timeout; whether it was stored is unknown",
-                job_id=job.job_id,
-            )
         elif job.error is not None:
             outcome = _for_job(job.error, job.job_id)
-        elif job.polling and time.monotonic() - job.asked_at >= _SILENCE_SECONDS:
-            outcome = _no_answer(job.job_id)
+        elif job.storing or (job.polling and time.monotonic() - job.asked_at >= _SILENCE_SECONDS):
+            outcome = _no_answer(job)
         else:
             outcome = WaitTimeoutError(job_id=job.job_id)
         if not job.waits:
@@ -382,6 +377,9 @@ class ResultWaiter:
         job.timer = self._loop.call_later(max(0.001, deadline - time.monotonic()), self._reached, job)
 
     def _reached(self, job: _Job) -> None:
+        if job.storing or (job.polling and time.monotonic() - job.asked_at >= _SILENCE_SECONDS):
+            self._give_up(job)
+            return
         job.at_deadline = True
         job.timer = self._loop.call_later(self._settings.deadline_grace_seconds, self._give_up, job)
         self._poll(job)
@@ -391,7 +389,7 @@ class ResultWaiter:
         if job.expired is not None:
             self._finish(job, job.expired)
         else:
-            self._finish(job, partial(_no_answer, job.job_id))
+            self._finish(job, partial(_no_answer, job))
 
     def _mark(self, job: _Job) -> None:
         if job.timer is not None:
@@ -557,5 +555,9 @@ def _for_job(error: Exception, job_id: UUID) -> Exception:
     return own
 
 
-def _no_answer(job_id: UUID) -> DatabaseUnavailableError:
-    return DatabaseUnavailableError(f"PostgreSQL did not say in time how job {job_id} ended", job_id=job_id)
+def _no_answer(job: _Job) -> DatabaseUnavailableError:
+    if job.storing:
+        text = f"PostgreSQL did not say in time that job {job.job_id} is stored; whether it is, is unknown"
+    else:
+        text = f"PostgreSQL did not say in time how job {job.job_id} ended"
+    return DatabaseUnavailableError(text, job_id=job.job_id)
