@@ -15,7 +15,9 @@ from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 
 import anyio
 
-from relay_sdk import DispatchJob, Reject, Relay, Reply, Retry
+from dispatch_core.models import DispatchJob
+from relay_sdk.outcomes import Reject, Reply, Retry
+from relay_sdk.relay import Relay
 
 __all__ = ["archive", "erp"]
 

@@ -27,6 +27,7 @@ from dispatch_core.errors import (
     MigrationRightsError,
     RelayDispatchError,
     SchemaMismatchError,
+    TenancyUnboundError,
     UnknownJobError,
 )
 
@@ -160,7 +161,7 @@ def exit_code(error: RelayDispatchError) -> int:
         return SCHEMA_MISMATCH
     if isinstance(error, UnknownJobError):
         return NOTHING_MATCHED
-    if isinstance(error, (InvalidInputError, ConfigurationError)):
+    if isinstance(error, (InvalidInputError, ConfigurationError, TenancyUnboundError)):
         return USAGE
     return FAILED
 

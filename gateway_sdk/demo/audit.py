@@ -55,9 +55,8 @@ async def read_stored(operator_dsn: str, tenants: Iterable[str]) -> dict[UUID, S
             with mapped_errors():
                 async with conn.transaction(readonly=True):
                     await conn.execute(_BIND, tenant)
-                    for row in await conn.fetch(_STORED):
-                        job = dict(row)
-                        jobs[job.pop("job_id")] = StoredJob(**job)
+                    for job_id, *columns in await conn.fetch(_STORED):
+                        jobs[job_id] = StoredJob(*columns)
     finally:
         await close_connection(conn)
     return jobs

@@ -75,7 +75,7 @@ async def spawn_cli(
         done = await anyio.run_process(
             [*COMMAND, *arguments],
             input=stdin,
-            stdin=subprocess.DEVNULL if stdin is None else -1,
+            stdin=subprocess.DEVNULL if stdin is None else None,
             env=environment(**(env or {})),
             check=False,
         )
