@@ -1,0 +1,104 @@
+"""What the relays of one process share: the pool, the listening connection and the doorbell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+from anyio.abc import TaskStatus
+
+from dispatch_core.database import Database
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.doorbell import Doorbell
+from dispatch_core.listener import Listener
+from dispatch_core.migrate import check_schema
+from dispatch_core.settings import CoreSettings
+from dispatch_core.tenancy import warn_if_bypassing
+
+__all__ = ["Connections"]
+
+logger = logging.getLogger(__name__)
+
+
+class Connections:
+    """An async context manager, which opens the pool and checks the schema and the login; `run` does the rest.
+
+    Connections to PostgreSQL are the pool's, and one for LISTEN and NOTIFY.
+    """
+
+    def __init__(self, core: CoreSettings, *, pool: Any = None, command_timeout_seconds: float) -> None:
+        """Take the caller's `pool` (left open), or else the DSN in `core`."""
+        self._core = core
+        if pool is not None:
+            self.database = Database.wrap(pool, connect_timeout=core.connect_timeout_seconds)
+        else:
+            self.database = Database(
+                core.require_dsn(),
+                min_size=core.pool_min_size,
+                max_size=core.pool_max_size,
+                statement_cache_size=core.statement_cache_size,
+                connect_timeout=core.connect_timeout_seconds,
+                command_timeout=min(core.command_timeout_seconds, command_timeout_seconds),
+                application_name=core.application_name,
+            )
+        self.listener: Listener | None = None
+        if pool is None or core.dsn is not None or core.listen_dsn is not None:
+            self.listener = Listener(
+                core.require_listen_dsn(),
+                name="relay",
+                application_name=core.application_name,
+                connect_timeout=core.connect_timeout_seconds,
+                probe_seconds=core.probe_seconds,
+                probe_timeout_seconds=core.probe_timeout_seconds,
+                backoff_cap=core.reconnect_cap_seconds,
+            )
+        transports = (self.database,) if self.listener is None else (self.listener, self.database)
+        self.doorbell = Doorbell(*transports)
+        self._stack = AsyncExitStack()
+
+    @property
+    def listener_state(self) -> str:
+        """The listener's state; without one, `polling_only`."""
+        return "polling_only" if self.listener is None else self.listener.state
+
+    async def __aenter__(self) -> Self:
+        """Open the pool and check what is behind it.
+
+        Raises: DatabaseError, SchemaMismatchError, TenancyDeniedError.
+        """
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.database)
+            async with self.database.connection() as conn:
+                await check_schema(conn)
+                await warn_if_bypassing(conn, logger)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, traceback)
+
+    async def subscribe(self, tenant: str, relay_id: str, callback: Callable[[str], None]) -> None:
+        """Have `callback(payload)` called for each ring of this relay of this tenant, once `run` listens.
+
+        Raises: TenancyDeniedError for a login that is not bound to them.
+        """
+        async with self.database.connection() as conn:
+            channel = await RelayDispatchRepository(conn, tenant).channel("wake", relay_id)
+        if self.listener is not None:
+            await self.listener.subscribe(channel, callback)
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Listen and ring until cancelled; `started` once LISTEN is confirmed or its first try has failed."""
+        async with anyio.create_task_group() as group:
+            await group.start(self.doorbell.run)
+            if self.listener is None:
+                logger.info("no DSN to listen on: polling only")
+            else:
+                await group.start(self.listener.run)
+            task_status.started()

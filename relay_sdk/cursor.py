@@ -1,0 +1,64 @@
+"""Decide where a claim begins to look: at zero, or above what it has seen.
+
+An old transaction anywhere keeps dead queue rows alive, and every claim from zero wades through them. So while there
+is a backlog, a claim passes a cursor that trails the last claim by some seconds of `seq`. The cursor is a hint: rows
+that commit late, are released or become due lie below it. Therefore
+
+* a claim above the cursor that comes back short is followed by one from zero;
+* while claims come back full, there is one from zero at least once a second;
+* neither where claims from zero are so slow that they would take more than a twentieth of the time.
+
+While nothing is known to be slow, an idle relay's claims are from zero at once: one statement instead of two.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["ClaimCursor"]
+
+_TRAIL: Final = 2_000_000
+"""In units of seq, which are microseconds."""
+
+_EVERY_SECONDS: Final = 1.0
+
+_PAUSE: Final = 19.0
+"""Times the duration of a claim from zero until there may be another: then they take a twentieth of the time."""
+
+
+class ClaimCursor:
+    """The cursor of one tenant. Times are of the monotonic clock."""
+
+    __slots__ = ("_backlog", "_seq", "_zero_at", "owed", "zero_allowed_at")
+
+    def __init__(self) -> None:
+        self._seq = 0
+        self._backlog = False
+        self._zero_at = 0.0
+        self.owed = False
+        """Something may lie below the cursor: the next claim that is allowed to begin at zero does."""
+        self.zero_allowed_at = 0.0
+
+    def position(self, now: float) -> int:
+        """Return the cursor for a claim that is made now; 0 is from zero."""
+        if now < self.zero_allowed_at:
+            return self._seq
+        if self.owed or not self._backlog or now >= self._zero_at + _EVERY_SECONDS:
+            return 0
+        return self._seq
+
+    def answered(self, position: int, highest_seq: int | None, full: bool, seconds: float, now: float) -> None:
+        """Note what a claim found: `full` where there may be more, `seconds` is what it took for this tenant."""
+        self._backlog = full
+        if position == 0:
+            self.owed = False
+            self._zero_at = now
+            self.zero_allowed_at = now + seconds * _PAUSE
+            # Not the larger of both: a full claim from zero that ends below the cursor has found more rows down there.
+            if highest_seq is not None:
+                self._seq = max(highest_seq - _TRAIL, 0)
+            return
+        if highest_seq is not None:
+            self._seq = max(self._seq, highest_seq - _TRAIL)
+        if not full:
+            self.owed = True

@@ -1,0 +1,76 @@
+"""Count what a relay does: plain numbers that only grow, to be read by whoever exports them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["Health", "RelayMetrics"]
+
+
+@dataclass(slots=True)
+class RelayMetrics:
+    """What a relay has done since it was made. Nothing is reset when it runs again."""
+
+    claims: int = 0
+    """Claim statements that were answered."""
+    claims_from_zero: int = 0
+    claims_empty: int = 0
+    claim_errors: int = 0
+    claims_recovered: int = 0
+    """Claims whose reply was lost and whose jobs were then asked for."""
+    jobs_claimed: int = 0
+    jobs_malformed: int = 0
+    notifications: int = 0
+    """Rings heard, before a burst becomes one wake-up."""
+    wakeups_by_notify: int = 0
+    """Idle relay, a ring, a claim that found work."""
+    wakeups_by_poll: int = 0
+    wakeups_by_timer: int = 0
+    """As above, for a job whose delay was over."""
+    polls: int = 0
+    handlers_started: int = 0
+    handler_errors: int = 0
+    handler_timeouts: int = 0
+    handlers_cancelled: int = 0
+    jobs_succeeded: int = 0
+    jobs_failed: int = 0
+    jobs_expired: int = 0
+    jobs_retried: int = 0
+    """Put back by Retry, Snooze or after an error, to run again."""
+    jobs_released: int = 0
+    """Given back because the relay stopped, or because their operation had no room."""
+    jobs_lost: int = 0
+    """Found to be another's, ended or withdrawn while this relay had them in hand."""
+    completions_repeated: int = 0
+    heartbeats: int = 0
+    """Heartbeat statements."""
+    leases_renewed: int = 0
+    sweeps: int = 0
+    swept: int = 0
+    """Jobs that a sweep of this relay ended or put back."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all counters by name."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How a relay is at this moment."""
+
+    status: Literal["stopped", "starting", "ok", "degraded", "stopping"]
+    """`degraded`: it works, but without wake-ups, or the database does not answer."""
+    instance_id: str | None
+    listener: str
+    """The listener's state; `polling_only` without one."""
+    database: Literal["ok", "unavailable", "unknown"]
+    in_hand: int
+    running: int
+    free: int
+    last_error: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return dataclasses.asdict(self)

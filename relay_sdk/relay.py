@@ -1,0 +1,162 @@
+"""The relay: what a program makes, gives its handlers to, and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
+
+from dispatch_core.codec import check_name
+from dispatch_core.errors import ConfigurationError
+from dispatch_core.settings import CoreSettings
+from relay_sdk.metrics import Health, RelayMetrics
+from relay_sdk.registry import Registry
+from relay_sdk.runner import main, run_relays
+from relay_sdk.session import Session
+from relay_sdk.settings import RelaySettings
+
+__all__ = ["Relay"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Relay:
+    """One destination for jobs, of one or several tenants, served by this process and any number of others.
+
+    relay = Relay("erp-emea", tenants=["acme"], dsn=dsn)
+
+    @relay.handler("GetInvoice", timeout=20, concurrency=50)
+    async def get_invoice(job: DispatchJob) -> Reply: ...
+
+    relay.main()                # or: await relay.run()
+    """
+
+    def __init__(
+        self,
+        relay_id: str,
+        *,
+        tenants: Iterable[str],
+        dsn: str | None = None,
+        listen_dsn: str | None = None,
+        pool: Any = None,
+        settings: RelaySettings | None = None,
+        core: CoreSettings | None = None,
+        concurrency: int | None = None,
+    ) -> None:
+        """Take the tenants whose jobs are to be claimed; nothing is opened before `run`.
+
+        `dsn` and `listen_dsn` (PostgreSQL directly, where a pooler stands before it) come before `core`, which by
+        default is read from ``RELAY_DISPATCH_…``; `settings` by default from ``RELAY_…``; `concurrency` comes before
+        it. `pool`: an asyncpg pool of the caller, used and left open; without any DSN there are then no wake-ups.
+
+        Raises: InvalidNameError, ConfigurationError.
+        """
+        self.relay_id = check_name("relay_id", relay_id)
+        if isinstance(tenants, (str, bytes)):
+            raise ConfigurationError(f"tenants must be a list of tenant ids, not one: tenants=[{tenants!r}]")
+        self.tenants = tuple(dict.fromkeys(check_name("tenant", tenant) for tenant in tenants))
+        if not self.tenants:
+            raise ConfigurationError("a relay needs at least one tenant")
+        self.core = core or CoreSettings.load()
+        if dsn is not None or listen_dsn is not None:
+            given = {"dsn": dsn, "listen_dsn": listen_dsn}
+            # A listen_dsn of the environment belongs to the dsn of the environment.
+            base = self.core.model_dump(exclude={"dsn", "listen_dsn"} if dsn else {"listen_dsn"})
+            self.core = CoreSettings.load(**{**base, **given})
+        self.settings = settings or RelaySettings.load()
+        if concurrency is not None:
+            self.settings = RelaySettings.load(**{**self.settings.model_dump(), "concurrency": concurrency})
+        self.pool = pool
+        self.metrics = RelayMetrics()
+        self._registry = Registry()
+        self._session: Session | None = None
+
+    # --- handlers ---
+
+    def handler(
+        self, operation: str, *, timeout: float | None = None, concurrency: int | None = None
+    ) -> Callable[[Function], Function]:
+        """Register the decorated function for `operation`: ``async def``, or ``def``, which runs in a thread.
+
+        It takes the job and returns (or raises) `Reply`, `Reject`, `Retry`, `Snooze`, or None for an empty reply. An
+        attempt is cancelled after `timeout` seconds, and then treated as an error of the handler. At most
+        `concurrency` of them run at once in this relay.
+
+        Raises: HandlerRegistrationError, when applied.
+        """
+
+        def register(function: Function) -> Function:
+            return self._registry.add(operation, function, timeout=timeout, concurrency=concurrency)
+
+        return register
+
+    @overload
+    def fallback(self, function: Function) -> Function: ...
+
+    @overload
+    def fallback(
+        self, function: None = None, *, timeout: float | None = None, concurrency: int | None = None
+    ) -> Callable[[Function], Function]: ...
+
+    def fallback(self, function: Any = None, *, timeout: float | None = None, concurrency: int | None = None) -> Any:
+        """Register the decorated function for every operation that has no handler. As `handler` otherwise."""
+        if function is not None:
+            return self._registry.add_fallback(function, timeout=timeout, concurrency=concurrency)
+        return lambda decorated: self._registry.add_fallback(decorated, timeout=timeout, concurrency=concurrency)
+
+    @property
+    def operations(self) -> list[str]:
+        """The operations that have a handler."""
+        return self._registry.operations
+
+    # --- running ---
+
+    async def run(self, *, drain: bool = False, install_signal_handlers: bool = False) -> None:
+        """Work until `stop`, or with `drain` until the backlog is empty (what is soon to be tried again included).
+
+        Cancelling it stops the relay without grace, but not without giving its jobs back. It returns within the grace
+        period and three seconds of a stop, also when the database is down.
+
+        Raises: ConfigurationError, DatabaseError, SchemaMismatchError, TenancyDeniedError, at the start; later the
+        fault of a piece that died, and SystemExit or KeyboardInterrupt of a handler.
+        """
+        await run_relays([self], drain=drain, install_signal_handlers=install_signal_handlers)
+
+    def main(self, *, drain: bool = False) -> None:
+        """Run as a program: with an event loop of its own (uvloop, if installed), SIGTERM and SIGINT stop it.
+
+        A second signal ends the grace period. Exits with 4 for a schema that does not fit, 5 for a database that is not
+        reached, 1 for any other foreseeable error.
+        """
+        main([self], drain=drain)
+
+    def stop(self, *, grace_seconds: float | None = None) -> None:
+        """Ask a running relay to stop; returns at once. A second call can only make the grace period shorter.
+
+        Call it in the event loop's thread. Idempotent: yes.
+        """
+        if self._session is not None:
+            self._session.stop(grace_seconds)
+
+    def health(self) -> Health:
+        """Return how it is at this moment."""
+        if self._session is None:
+            return Health("stopped", None, "stopped", "unknown", 0, 0, 0, None)
+        return self._session.health()
+
+    @property
+    def instance_id(self) -> str | None:
+        """The id under which it claims; new at every start, None while it does not run."""
+        return None if self._session is None else self._session.instance_id
+
+    def begin(self) -> Session:
+        """Make a run of this relay; for `run_relays`."""
+        if self._session is not None:
+            raise ConfigurationError(f"relay {self.relay_id} runs already")
+        if self._registry.is_empty:
+            raise ConfigurationError(f"relay {self.relay_id} has no handler: every job would fail")
+        self._session = Session(self.relay_id, self.tenants, self._registry, self.settings, self.metrics)
+        return self._session
+
+    def ended(self) -> None:
+        """Note that its run is over; for `run_relays`."""
+        self._session = None
