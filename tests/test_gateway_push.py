@@ -1,0 +1,404 @@
+"""How a gateway is woken: by push wherever it can be, by polls where it cannot, and never for long without either."""
+
+from __future__ import annotations
+
+import time
+from uuid import UUID, uuid4
+
+import anyio
+import asyncpg
+import pytest
+from pydantic import SecretStr
+
+from gateway_sdk import DispatchResult, DispatchStatus, GatewayClient
+from gateway_sdk.tenant import TenantClient
+from tests.support.activity import backends, terminate
+from tests.support.databases import TestDatabase
+from tests.support.eventually import eventually, never
+from tests.support.gateway import Connection, PlayedRelay, open_client
+from tests.support.pooler import FakePooler
+from tests.support.proxy import TcpProxy
+
+NEVER = 600.0
+
+
+@pytest.fixture
+def relay(worker: Connection) -> PlayedRelay:
+    return PlayedRelay(worker, "acme", "erp")
+
+
+async def round_trip(acme: TenantClient, relay: PlayedRelay) -> tuple[DispatchResult, float]:
+    """Have a job done; return its result and how many seconds after the completion it was there."""
+    job_id = await acme.enqueue("erp", "Op")
+    done_at = 0.0
+    results: list[DispatchResult] = []
+    async with anyio.create_task_group() as group:
+
+        async def wait() -> None:
+            results.append(await acme.wait(job_id, timeout=30))
+
+        group.start_soon(wait)
+        jobs = await eventually(relay.claim)
+        # The first poll is over, so that only a push or a later poll can bring the result.
+        await anyio.sleep(0.2)
+        await relay.complete(jobs)
+        done_at = time.monotonic()
+    return results[0], time.monotonic() - done_at
+
+
+async def listeners(observer: Connection) -> list[asyncpg.Record]:
+    return [row for row in await backends(observer) if "listener" in row["application_name"]]
+
+
+async def test_results_come_by_push_and_at_once(database: TestDatabase, relay: PlayedRelay) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
+        acme = client.tenant("acme")
+        for _ in range(3):
+            result, seconds = await round_trip(acme, relay)
+            assert result.status is DispatchStatus.SUCCEEDED
+            assert seconds < 1
+        assert client.health().wakes_by_push == 3
+        assert client.health().is_well
+
+
+async def test_a_lost_ring_costs_a_poll_interval_and_nothing_else(database: TestDatabase, relay: PlayedRelay) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=0.5) as client:
+        acme = client.tenant("acme")
+        await round_trip(acme, relay)
+        job_id = await acme.enqueue("erp", "Op")
+        await relay.complete(await relay.claim(), ring=False)
+        with anyio.fail_after(3):
+            assert (await acme.wait(job_id)).status is DispatchStatus.SUCCEEDED
+        unrung = await acme.enqueue("erp", "Op")
+        async with anyio.create_task_group() as group:
+            group.start_soon(acme.wait, unrung)
+            polled = client.health().polled
+            await eventually(lambda: client.health().polled > polled)
+            await relay.complete(await relay.claim(), ring=False)
+            started = time.monotonic()
+        assert time.monotonic() - started < 1
+        assert client.health().wakes_by_poll >= 2
+
+
+async def test_polls_beneath_the_push_are_one_statement_an_interval(database: TestDatabase, relay: PlayedRelay) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=0.3) as client:
+        acme = client.tenant("acme")
+        await round_trip(acme, relay)
+        ids = [await acme.enqueue("erp", "Op") for _ in range(200)]
+        async with anyio.create_task_group() as group:
+            for job_id in ids:
+                group.start_soon(acme.wait, job_id)
+            await eventually(lambda: client.health().waiting == 200)
+            await anyio.sleep(0.1)
+            before = client.health()
+            await anyio.sleep(1.5)
+            after = client.health()
+            assert 4 <= after.poll_statements - before.poll_statements <= 8
+            assert after.polled - before.polled >= 800
+            while await relay.work(200):
+                pass
+
+
+@pytest.mark.case("C01")
+async def test_a_half_open_listener_is_noticed_and_replaced_and_polls_go_on_meanwhile(
+    database: TestDatabase, relay: PlayedRelay, admin: Connection
+) -> None:
+    """Only the listening connection is behind the proxy, and goes silent without a FIN."""
+    async with (
+        TcpProxy.before(database.gateway_dsn) as proxy,
+        open_client(
+            database.gateway_dsn,
+            listen_dsn=SecretStr(proxy.dsn(database.gateway_dsn)),
+            probe_seconds=0.5,
+            probe_timeout_seconds=0.5,
+            reconnect_cap_seconds=0.2,
+            poll_interval_seconds=2.0,
+        ) as client,
+    ):
+        acme = client.tenant("acme")
+        await round_trip(acme, relay)
+        assert client.health().state == "listening"
+        proxy.connections[0].mode = "black_hole"
+        cut_at = time.monotonic()
+        for _ in range(3):
+            result, seconds = await round_trip(acme, relay)
+            assert result.status is DispatchStatus.SUCCEEDED
+            assert seconds < 2.3
+        await eventually(lambda: proxy.accepted >= 2 and client.health().state == "listening")
+        assert time.monotonic() - cut_at < 8
+        pushed = client.health().wakes_by_push
+        _, seconds = await round_trip(acme, relay)
+        assert client.health().wakes_by_push == pushed + 1
+        assert seconds < 0.5
+
+        proxy.mode = "black_hole"
+        await eventually(lambda: client.health().state == "degraded")
+        assert client.health().problem
+        result, seconds = await round_trip(acme, relay)
+        assert seconds < 2.3
+        proxy.mode = "pass"
+        await eventually(lambda: client.health().state == "listening")
+        await eventually(lambda: count_is(admin, 1))
+
+
+async def count_is(admin: Connection, wanted: int) -> bool:
+    return len(await listeners(admin)) == wanted
+
+
+@pytest.mark.case("C02")
+async def test_the_listener_comes_back_after_its_backend_was_killed_again_and_again(
+    database: TestDatabase, relay: PlayedRelay, admin: Connection
+) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER, reconnect_cap_seconds=0.2) as client:
+        acme = client.tenant("acme")
+        for kills in (0, 1, 2):
+            for _ in range(kills):
+                (backend,) = await eventually(lambda: listeners(admin))
+                await terminate(admin, backend["pid"])
+            await eventually(lambda: client.health().state == "listening")
+            pushed = client.health().wakes_by_push
+            result, seconds = await round_trip(acme, relay)
+            assert result.status is DispatchStatus.SUCCEEDED
+            assert seconds < 1
+            assert client.health().wakes_by_push == pushed + 1
+        assert len(await listeners(admin)) == 1
+
+
+@pytest.mark.case("C02")
+async def test_a_result_that_came_while_nobody_listened_is_read_by_the_catch_up(
+    database: TestDatabase, relay: PlayedRelay, admin: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        TcpProxy.before(database.gateway_dsn) as proxy,
+        open_client(
+            database.gateway_dsn,
+            listen_dsn=SecretStr(proxy.dsn(database.gateway_dsn)),
+            poll_interval_seconds=NEVER,
+            reconnect_cap_seconds=0.1,
+        ) as client,
+    ):
+        acme = client.tenant("acme")
+        await round_trip(acme, relay)
+        # No polls beneath, so that only the catch-up can find it.
+        monkeypatch.setattr("gateway_sdk.waiter._YOUNG_SECONDS", NEVER)
+        job_id = await acme.enqueue("erp", "Op")
+        async with anyio.create_task_group() as group:
+            results: list[DispatchResult] = []
+
+            async def wait() -> None:
+                results.append(await acme.wait(job_id, timeout=30))
+
+            polled = client.health().polled
+            group.start_soon(wait)
+            await eventually(lambda: client.health().polled > polled)
+            proxy.mode = "reset"
+            await eventually(lambda: client.health().state == "degraded")
+            await relay.complete(await relay.claim())
+            await never(lambda: results, 0.3)
+            proxy.mode = "pass"
+            await eventually(lambda: results)
+    assert results[0].status is DispatchStatus.SUCCEEDED
+
+
+@pytest.mark.case("C05")
+async def test_behind_a_transaction_pooler_the_gateway_says_so_once_and_polls(
+    database: TestDatabase, worker: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        FakePooler.before(database.gateway_dsn, mode="swap") as pooler,
+        open_client(
+            pooler.dsn(database.gateway_dsn),
+            statement_cache_size=0,
+            probe_timeout_seconds=0.5,
+            poll_interval_seconds=1.0,
+        ) as client,
+    ):
+        assert client.health().state == "polling_only"
+        for tenant in ("acme", "globex", "acme"):
+            result, seconds = await round_trip(client.tenant(tenant), PlayedRelay(worker, tenant, "erp"))
+            assert result.status is DispatchStatus.SUCCEEDED
+            assert seconds < 1.2
+        foreign = await client.tenant("globex").enqueue("erp", "Op")
+        assert await client.tenant("acme").poll_status(foreign) is None
+        assert client.health().wakes_by_push == 0
+    assert len([record for record in caplog.records if "transaction pooler" in record.message]) == 1
+
+
+@pytest.mark.case("C05")
+async def test_behind_a_pooler_a_direct_listen_dsn_brings_the_push_back(
+    database: TestDatabase, relay: PlayedRelay
+) -> None:
+    async with (
+        FakePooler.before(database.gateway_dsn, mode="swap") as pooler,
+        open_client(
+            pooler.dsn(database.gateway_dsn),
+            listen_dsn=SecretStr(database.gateway_dsn),
+            statement_cache_size=0,
+            poll_interval_seconds=NEVER,
+        ) as client,
+    ):
+        assert client.health().state == "listening"
+        for _ in range(3):
+            _, seconds = await round_trip(client.tenant("acme"), relay)
+            assert seconds < 1
+        assert client.health().wakes_by_push == 3
+
+
+async def test_with_a_pool_and_no_dsn_it_polls_and_says_so_once(
+    database: TestDatabase, relay: PlayedRelay, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncpg.create_pool(database.gateway_dsn, min_size=1, max_size=2) as pool:
+        async with open_client(None, pool=pool, poll_interval_seconds=1.0) as client:
+            assert client.health().state == "polling_only"
+            for _ in range(2):
+                result, seconds = await round_trip(client.tenant("acme"), relay)
+                assert result.status is DispatchStatus.SUCCEEDED
+                assert seconds < 1.2
+        assert await pool.fetchval("select 1") == 1
+    assert len([record for record in caplog.records if "only polled" in record.message]) == 1
+
+
+async def test_with_a_pool_and_a_listen_dsn_results_are_pushed(database: TestDatabase, relay: PlayedRelay) -> None:
+    async with (
+        asyncpg.create_pool(database.gateway_dsn, min_size=1, max_size=2) as pool,
+        open_client(None, pool=pool, listen_dsn=SecretStr(database.gateway_dsn), poll_interval_seconds=NEVER) as client,
+    ):
+        await round_trip(client.tenant("acme"), relay)
+        assert client.health().wakes_by_push == 1
+
+
+async def test_a_client_with_a_pool_rings_relays_too(database: TestDatabase, worker: Connection) -> None:
+    relay = PlayedRelay(worker, "acme", "erp")
+    heard: list[str] = []
+    await worker.add_listener(
+        await relay.repository.channel("wake", "erp"), lambda _c, _p, _ch, payload: heard.append(str(payload))
+    )
+    async with (
+        asyncpg.create_pool(database.gateway_dsn, min_size=1, max_size=1) as pool,
+        GatewayClient(pool=pool) as client,
+    ):
+        await client.tenant("acme").enqueue("erp", "Op")
+        await eventually(lambda: heard == [""])
+        # Nothing of ours stays in a session of the caller's.
+        assert await pool.fetchval("select current_setting('synchronous_commit')") == "on"
+        assert await pool.fetchval("select coalesce(current_setting('app.tenant_id', true), '')") == ""
+
+
+@pytest.mark.case("C08")
+@pytest.mark.parametrize(
+    "payload",
+    ["", ",", "garbage", "'; drop table x", "0" * 32, "00000000-0000-0000-0000-000000000000", "\u00e9" * 3000],
+)
+async def test_a_forged_payload_does_no_harm(
+    database: TestDatabase, relay: PlayedRelay, gateway: Connection, payload: str
+) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
+        acme = client.tenant("acme")
+        await round_trip(acme, relay)
+        channel = await gateway.fetchval("select relay.channel('result', 'acme')")
+        job_id = await acme.enqueue("erp", "Op")
+        async with anyio.create_task_group() as group:
+            results: list[DispatchResult] = []
+
+            async def wait() -> None:
+                results.append(await acme.wait(job_id, timeout=30))
+
+            group.start_soon(wait)
+            heard = client.health().notifications
+            # And an id of ours, which is not over.
+            await gateway.execute("select pg_notify($1, $2), pg_notify($1, $3)", channel, payload, job_id.hex)
+            await eventually(lambda: client.health().notifications == heard + 2)
+            assert results == []
+            await relay.complete(await relay.claim())
+    assert results[0].status is DispatchStatus.SUCCEEDED
+
+
+@pytest.mark.case("C08")
+async def test_three_thousand_results_are_pushed_in_payloads_of_bounded_size(
+    database: TestDatabase, relay: PlayedRelay
+) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
+        acme = client.tenant("acme")
+        await round_trip(acme, relay)
+        from gateway_sdk import DispatchRequest
+
+        ids = await acme.enqueue_many([DispatchRequest("erp", "Op")] * 3000)
+        jobs = await relay.claim(3000)
+        seen: set[UUID] = set()
+        async with anyio.create_task_group() as group:
+
+            async def collect() -> None:
+                async for result in acme.as_completed(ids, timeout=60):
+                    seen.add(result.job_id)
+
+            polled = client.health().polled
+            group.start_soon(collect)
+            await eventually(lambda: client.health().polled >= polled + 3000)
+            await relay.complete(jobs, response_body=bytes(100))
+        assert seen == set(ids)
+        assert client.health().wakes_by_push >= 3000
+
+
+@pytest.mark.case("C09")
+@pytest.mark.parametrize(
+    "name",
+    ["r" * 64, "\u6c34" * 22, "Mixed Case", "quo\"te'd.%s $1 \\", "r" * 63 + "a", "r" * 63 + "b", "x" * 200],
+)
+async def test_any_name_that_is_accepted_is_woken_and_answered(
+    database: TestDatabase, worker: Connection, name: str
+) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
+        # As the tenant and as the relay.
+        relay = PlayedRelay(worker, name, name)
+        heard: list[str] = []
+        await worker.add_listener(
+            await relay.repository.channel("wake", name), lambda _c, _p, _ch, payload: heard.append(str(payload))
+        )
+        acme = client.tenant(name)
+        job_id = await acme.enqueue(name, name)
+        await eventually(lambda: heard == [""])
+        async with anyio.create_task_group() as group:
+            group.start_soon(acme.wait, job_id)
+            await eventually(lambda: client.health().polled >= 2)
+            await relay.complete(await relay.claim())
+        assert client.health().wakes_by_push == 1
+
+
+@pytest.mark.invariant("I4")
+@pytest.mark.case("C09")
+async def test_a_tenant_is_not_woken_by_anothers_results(database: TestDatabase, worker: Connection) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
+        acme, globex = client.tenant("acme"), client.tenant("globex")
+        relays = {name: PlayedRelay(worker, name, "erp") for name in ("acme", "globex")}
+        await round_trip(acme, relays["acme"])
+        job_id = await acme.enqueue("erp", "Op")
+        async with anyio.create_task_group() as group:
+            results: list[DispatchResult] = []
+
+            async def wait() -> None:
+                results.append(await acme.wait(job_id, timeout=30))
+
+            group.start_soon(wait)
+            await eventually(lambda: client.health().waiting == 1)
+            await round_trip(globex, relays["globex"])
+            polled = client.health().polled
+            # Rung for acme's id, but on globex's channel: nobody there knows it.
+            await relays["globex"].ring_results([job_id, uuid4()])
+            await round_trip(globex, relays["globex"])
+            assert client.health().polled <= polled + 2
+            assert results == []
+            await relays["acme"].complete(await relays["acme"].claim())
+    assert results[0].status is DispatchStatus.SUCCEEDED
+
+
+@pytest.mark.invariant("I4")
+async def test_a_login_that_may_not_listen_is_told_and_polls(
+    database: TestDatabase, worker: Connection, admin: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    await admin.execute("revoke execute on function relay.channel(text, text, text) from relay_gateway")
+    async with open_client(database.gateway_dsn, poll_interval_seconds=1.0) as client:
+        result, seconds = await round_trip(client.tenant("acme"), PlayedRelay(worker, "acme", "erp"))
+        assert result.status is DispatchStatus.SUCCEEDED
+        assert seconds < 1.2
+        assert client.health().channels == 0
+    assert len([record for record in caplog.records if "not pushed" in record.message]) == 1
