@@ -1,0 +1,59 @@
+"""An HTTP gateway: POST answers 202 with the job's id at once; GET, in any process, tells where the job stands.
+
+Each of the first three in a terminal of its own (02 says what to do before):
+    .venv/bin/python examples/02_relay.py
+    .venv/bin/python examples/06_http_gateway.py 8001
+    .venv/bin/python examples/06_http_gateway.py 8002
+    curl -i -H 'x-tenant: acme' -d '{"number": 7}' http://127.0.0.1:8001/relays/erp-emea/GetInvoice
+    curl -i -H 'x-tenant: acme' http://127.0.0.1:8002/jobs/…
+"""
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dispatch_core import RelayDispatchError
+from gateway_sdk import GatewayClient
+
+gateway = GatewayClient(os.environ["RELAY_DISPATCH_DSN"])
+
+
+async def enqueue(request: Request) -> Response:
+    # A real gateway takes the tenant from a verified token, never from a header.
+    acme = gateway.tenant(request.headers.get("x-tenant", ""))
+    job_id = await acme.enqueue(**request.path_params, body=await request.body(), ttl=60)
+    return JSONResponse({"job_id": str(job_id)}, 202, headers={"location": f"/jobs/{job_id}"})
+
+
+async def show(request: Request) -> Response:
+    result = await gateway.tenant(request.headers.get("x-tenant", "")).poll_status(request.path_params["job_id"])
+    if result is None:
+        return JSONResponse({"error": "no such job"}, 404)
+    if result.status == "succeeded":
+        return Response(result.response_body, result.response_status or 200)
+    return JSONResponse({"status": result.status, "error": result.error_code}, 502 if result.is_terminal else 202)
+
+
+def on_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RelayDispatchError)
+    return JSONResponse({"error": error.code, "message": str(error)}, 503 if error.retryable else 400)
+
+
+@asynccontextmanager
+async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+    async with gateway:
+        yield
+        print(f"done: {gateway.health().enqueued} enqueued, {gateway.health().polled} polled", flush=True)
+
+
+if __name__ == "__main__":
+    routes = [Route("/relays/{relay_id}/{operation}", enqueue, methods=["POST"]), Route("/jobs/{job_id:uuid}", show)]
+    app = Starlette(routes=routes, exception_handlers={RelayDispatchError: on_error}, lifespan=lifespan)
+    uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
