@@ -323,6 +323,8 @@ class Batcher(Generic[In, Out]):
                     continue
                 if isinstance(result, Exception):
                     sink.set_exception(_own_copy(result))
+                    # Marks it as seen. A caller that is cancelled just now will not look, and is not to be told off.
+                    sink.exception()
                 else:
                     sink.set_result(result)
             else:

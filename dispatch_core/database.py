@@ -219,10 +219,12 @@ async def close_connection(conn: Connection, seconds: float = _PUT_AWAY_SECONDS)
 
     Idempotent: yes.
     """
-    with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
-        if not conn.is_closed():
-            await conn.close(timeout=seconds)
-    conn.terminate()
+    try:
+        with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
+            if not conn.is_closed():
+                await conn.close(timeout=seconds)
+    finally:
+        conn.terminate()
 
 
 async def _watch_socket(conn: Connection) -> None:

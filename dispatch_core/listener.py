@@ -182,7 +182,7 @@ class Listener:
 
         Returns True when LISTEN is confirmed: read the table *after* that (C03). False when there is no connection now,
         or too many channels: the subscription is kept, a catch-up call-back follows when it stands, and until then only
-        polling finds the work. Never waits for a server that is away.
+        polling finds the work. Never waits for a server that is away. Cancelled, it leaves no subscription.
 
         Raises: InvalidInputError for a name above 63 bytes.
         """
@@ -194,7 +194,12 @@ class Listener:
             synced = self._synced
             self._mark_dirty()
             if self.state == "listening":
-                await synced.wait()
+                try:
+                    await synced.wait()
+                except BaseException:
+                    # Cancelled: the caller never learns that it has something to take back.
+                    self.unsubscribe(channel, callback)
+                    raise
         return channel in self._active
 
     def unsubscribe(self, channel: str, callback: Callable[[str], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -312,6 +314,75 @@ async def test_every_call_gets_an_error_object_of_its_own() -> None:
         first, second = await gather(batcher.submit(1), batcher.submit(2))
     assert first is not second
     assert (str(first), first.sqlstate, first.__cause__) == ("gone", "08006", cause)
+
+
+async def test_an_error_that_nobody_waits_for_any_more_is_no_complaint_of_the_event_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batcher: Batcher[int, int] = Batcher(Flushes(refusing({1}, ConnectionLostError)))
+    async with running(batcher):
+        batcher.submit(1)
+        await batcher.drain()
+    gc.collect()
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_every_item_is_answered_exactly_once_whatever_happens_around_it(seed: int) -> None:
+    """Cancellations, bad rows, lost connections, odd sizes, several workers, call-backs among futures."""
+    rng = random.Random(seed)
+    applied: dict[int, int] = {}
+    answers: dict[int, int] = {}
+    cancelled: set[int] = set()
+
+    async def flush(items: list[int]) -> list[int | Exception]:
+        await anyio.sleep(rng.choice([0, 0, 0.001]))
+        if rng.random() < 0.1:
+            raise ConnectionLostError
+        if any(item % 50 == 7 for item in items):
+            raise DatabaseError(sqlstate="23514")
+        for item in items:
+            applied[item] = applied.get(item, 0) + 1
+        return [InvalidHeadersError() if item % 50 == 8 else item for item in items]
+
+    def check(item: int, result: int | Exception) -> None:
+        answers[item] = answers.get(item, 0) + 1
+        if item % 50 == 7:
+            assert isinstance(result, DatabaseError)
+        elif item % 50 == 8:
+            assert isinstance(result, InvalidHeadersError)
+        else:
+            assert result == item
+
+    batcher: Batcher[int, int] = Batcher(
+        flush, max_items=rng.choice([3, 40]), max_bytes=100, concurrency=rng.choice([1, 2, 5]),
+        idempotent=True, retries=None, backoff_base=0.0001, backoff_cap=0.001,
+    )  # fmt: skip
+
+    async def call(item: int) -> None:
+        await anyio.sleep(rng.random() * 0.02)
+        if item % 3 == 0:
+            batcher.put_nowait(item, rng.randint(0, 120), check)
+            return
+        with anyio.move_on_after(rng.choice([0, 0.003, 0.01, 60])) as scope:
+            try:
+                check(item, await batcher.submit(item, rng.randint(0, 120)))
+            except RelayDispatchError as error:
+                check(item, error)
+        if scope.cancelled_caught:
+            cancelled.add(item)
+
+    async with running(batcher):
+        async with anyio.create_task_group() as group:
+            for item in range(600):
+                group.start_soon(call, item)
+        await batcher.drain()
+    assert (batcher.pending, batcher.in_flight) == (0, 0)
+    assert set(answers) | cancelled == set(range(600))
+    assert not set(answers) & cancelled
+    assert set(answers.values()) == {1}
+    assert {item for item in answers if item % 50 != 7} <= set(applied)
+    assert set(applied.values()) == {1}
 
 
 async def test_errors_of_single_rows_reach_their_callers() -> None:

@@ -12,6 +12,7 @@ import anyio
 import asyncpg
 import pytest
 
+from dispatch_core.dev.postgres import DevServer
 from dispatch_core.errors import (
     ConfigurationError,
     ConnectionLostError,
@@ -151,6 +152,30 @@ async def test_after_unsubscribing_nothing_more_is_heard_and_the_channel_is_left
         await eventually(lambda: not listener.is_listening_to("s2r_a"))
         rows = await listener.execute("select pg_listening_channels()")
         assert [row[0] for row in rows] == [listener._own_channel]
+
+
+@pytest.mark.case("C29")
+async def test_a_cancelled_subscribe_leaves_no_subscription(database: TestDatabase, admin: Admin) -> None:
+    listener = Listener(database.worker_dsn, **QUICK)
+    async with running(listener) as heard:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await listener.subscribe("s2r_a", heard)
+        assert scope.cancelled_caught
+        assert await listener.subscribe("s2r_b", heard)
+        await admin.execute("notify s2r_a, 'a'; notify s2r_b, 'b'")
+        await heard.until_last_is("b")
+        assert heard.payloads == ["b"]
+
+
+def test_it_can_be_made_where_no_event_loop_runs(server: DevServer) -> None:
+    listener = Listener(server.worker_dsn("nowhere"), **QUICK)
+
+    async def use() -> None:
+        async with running(listener):
+            await until(listener, "degraded")
+
+    anyio.run(use)
 
 
 async def test_subscribing_again_at_once_after_unsubscribing_hears(database: TestDatabase, admin: Admin) -> None:
