@@ -118,7 +118,7 @@ async def test_an_unhandled_exception_is_tried_again_while_attempts_remain(
     assert result.error_message == "ValueError: attempt 3"
 
 
-class _Unprintable(Exception):
+class _UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
@@ -128,7 +128,7 @@ class _Unprintable(Exception):
 @pytest.mark.parametrize(
     ("error", "part"),
     [
-        (_Unprintable(), "_Unprintable: <_Unprintable: its text is not available"),
+        (_UnprintableError(), "_UnprintableError: <_UnprintableError: its text is not available"),
         (ExceptionGroup("two things", [ValueError("a"), OSError("b")]), "ValueError: a; OSError: b"),
         (GeneratorExit("gone"), "GeneratorExit: gone"),
         (ValueError("nul \0, surrogate \ud800"), "ValueError: nul �, surrogate �"),
@@ -230,7 +230,7 @@ async def test_a_result_that_cannot_be_stored_fails_its_job_once(
 @pytest.mark.case("C34")
 async def test_bytes_come_back_as_they_were(database: TestDatabase, gateway: Any) -> None:
     """C34: bodies and results are bytes; NUL and lone surrogates in them are nobody's business."""
-    body = bytes(range(256)) + "\\u0000".encode() + "\ud800".encode("utf-8", "surrogatepass")
+    body = bytes(range(256)) + b"\\u0000" + "\ud800".encode("utf-8", "surrogatepass")
 
     async def handler(job: DispatchJob) -> Reply:
         return Reply(job.body, headers={"six": "\\u0000"})
