@@ -16,10 +16,11 @@
 -- Errors: S2001 no tenant given and none bound, or ''; S2002 the caller has bound another one; S2003 the login of this
 --   session has no binding that covers the tenant (and, where p_relay is given, that relay).
 -- Locks: none above ACCESS SHARE.
+-- Internal, as unbind_tenant is: no login may call them, and the verbs that do have pinned their search_path and run as
+--   relay_api already. So they carry no SECURITY DEFINER and no SET, each of which costs something in every call.
 create or replace function relay.bind_tenant(p_tenant text, p_relay text default null, p_kinds text[] default null)
 returns text
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+language plpgsql
 as $$
 declare
   v_before text := coalesce(current_setting('app.tenant_id', true), '');
@@ -42,22 +43,29 @@ begin
       case when p_relay is null then '' else ' and relay' end using errcode = 'S2003';
   end if;
   if v_before <> v_tenant then
-    -- SET LOCAL from a nested function, not set_config in the verb: only this reaches the shards of a Citus cluster,
-    -- and only with the first line, which elsewhere sets a name that nobody reads.
-    perform set_config('citus.propagate_set_commands', 'local', true);
-    execute format('set local app.tenant_id = %L', v_tenant);
+    if current_setting('citus.propagate_set_commands', true) is null then
+      v_tenant := set_config('app.tenant_id', v_tenant, true);
+    else
+      -- On Citus SET LOCAL from a nested function, not set_config in the verb: only this reaches the shards, and only
+      -- with the first line. Elsewhere it would be a statement to parse in every call, for the same effect.
+      perform set_config('citus.propagate_set_commands', 'local', true);
+      execute format('set local app.tenant_id = %L', v_tenant);
+    end if;
   end if;
   return v_before;
 end $$;
 
 -- Guarantees: the setting is as it was before bind_tenant. (SET LOCAL would last to the end of the caller's transaction.)
 create or replace function relay.unbind_tenant(p_before text) returns void
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+language plpgsql
 as $$
 begin
   if current_setting('app.tenant_id', true) is distinct from p_before then
-    execute format('set local app.tenant_id = %L', p_before);
+    if current_setting('citus.propagate_set_commands', true) is null then
+      p_before := set_config('app.tenant_id', p_before, true);
+    else
+      execute format('set local app.tenant_id = %L', p_before);
+    end if;
   end if;
 end $$;
 
