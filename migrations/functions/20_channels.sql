@@ -45,7 +45,8 @@ end $$;
 
 -- Guarantees: one NOTIFY per channel and 200 job ids, at this transaction's commit. The arrays go side by side:
 --   kind 'wake' (tenant, relay), 'cancel' (tenant, relay, job id), 'result' (tenant, job id). Ringing for nothing is harmless.
--- Errors: S2003 when the login is not bound to one of the tenants or relays; then nothing is rung.
+-- Errors: S2001, S2002; S2003 when the login is not bound to one of the tenants or relays; S2020 an unknown kind, a wake or
+--   cancel without a relay. Then nothing is rung.
 -- Locks: the commit takes the database-wide notification lock until its WAL is flushed. Call it with
 --   synchronous_commit = off, after the commit that it tells of.
 create or replace function relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) returns bigint
@@ -57,14 +58,19 @@ declare
   v_before text;
   v_count bigint := 0;
 begin
+  if not p_kinds <@ array['wake', 'cancel', 'result']
+     or exists (select 1 from unnest(p_kinds, p_relays) as u (kind, relay) where u.kind <> 'result' and coalesce(u.relay, '') = '')
+  then
+    raise exception 'a ring is a wake or cancel, with a relay, or a result' using errcode = 'S2020';
+  end if;
   for v_ring in
     select r.kind, r.tenant, r.relay, coalesce(string_agg(replace(r.job_id::text, '-', ''), ','), '') as payload
     from (
-      select u.kind, u.tenant, case when u.kind = 'result' then null else u.relay end as relay,
-             case when u.kind = 'wake' then null else u.job_id end as job_id,
-             -- 33 bytes an id: 200 of them stay below the 8000 bytes that a payload may have.
-             (row_number() over (partition by u.kind, u.tenant, u.relay) - 1) / 200 as part
-      from unnest(p_kinds, p_tenants, p_relays, p_job_ids) as u (kind, tenant, relay, job_id)
+      -- 33 bytes an id: 200 of them stay below the 8000 bytes that a payload may have.
+      select u.kind, u.tenant, u.relay, u.job_id, (row_number() over (partition by u.kind, u.tenant, u.relay) - 1) / 200 as part
+      from (select a.kind, a.tenant, case when a.kind = 'result' then null else a.relay end as relay,
+                   case when a.kind = 'wake' then null else a.job_id end as job_id
+            from unnest(p_kinds, p_tenants, p_relays, p_job_ids) as a (kind, tenant, relay, job_id)) u
     ) r
     group by r.kind, r.tenant, r.relay, case when r.kind = 'wake' then 0 else r.part end
   loop

@@ -7,8 +7,8 @@
 --   already is left alone and reported inserted = false, also when that job has ended since. One row per input, in order.
 --   Deadline: p_expires_at[i], else the database clock + p_ttls[i]. p_delays[i] > 0 = not claimable before that. Rings
 --   nothing unless p_notify.
--- Errors: S2001, S2002, S2003; S2020 array lengths differ; S2021 a deadline in the past, a ttl or delay that is not positive
---   or not finite. Any error leaves nothing stored.
+-- Errors: S2001, S2002, S2003; S2020 array lengths differ, or a job id is there twice; S2021 a deadline in the past, a ttl or
+--   delay that is not positive or not finite. Any error leaves nothing stored.
 -- Locks: inserts only; waits for a concurrent insert of the same job id.
 create or replace function relay.enqueue(
   p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[],
@@ -16,7 +16,10 @@ create or replace function relay.enqueue(
 returns table (n bigint, inserted boolean)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
+-- A ttl of a day is 24 hours, also where the session's time zone changes its clocks.
+set timezone = 'UTC'
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway}');
@@ -25,6 +28,7 @@ declare
   v_seq    bigint := (extract(epoch from v_now) * 1000000)::bigint;
   v_count  bigint := cardinality(p_job_ids);
   v_stored uuid[];
+  v_queued bigint;
   v_relay  text;
 begin
   if (cardinality(p_relay_ids), cardinality(p_operations), cardinality(p_headers), cardinality(p_bodies),
@@ -51,15 +55,23 @@ begin
     returning job_id)
   select array_agg(s.job_id) into v_stored from stored s;
 
-  insert into relay.s2r_relay_dispatch_queue
-    (tenant_id, job_id, relay_id, seq, state, max_attempts, available_at, created_at, expires_at)
-  select v_tenant, u.job_id, u.relay_id, v_seq + u.n - 1,
-         case when u.delay > interval '0' then 'delayed' else 'ready' end, u.max_attempts,
-         case when u.delay > interval '0' then v_now + u.delay end, v_now, coalesce(u.expires_at, v_now + u.ttl)
-  from unnest(p_job_ids, p_relay_ids, p_max_attempts, p_ttls, p_expires_at, p_delays) with ordinality
-       as u (job_id, relay_id, max_attempts, ttl, expires_at, delay, n)
-  where cardinality(v_stored) = v_count or u.job_id = any (v_stored)
-  on conflict (tenant_id, job_id) do nothing;
+  if cardinality(v_stored) < v_count and (select count(distinct u.job_id) from unnest(p_job_ids) as u (job_id)) < v_count then
+    raise exception 'a job id is there twice' using errcode = 'S2020';
+  end if;
+  with queued as (
+    insert into relay.s2r_relay_dispatch_queue
+      (tenant_id, job_id, relay_id, seq, state, max_attempts, available_at, created_at, expires_at)
+    select v_tenant, u.job_id, u.relay_id, v_seq + u.n - 1,
+           case when u.delay > interval '0' then 'delayed' else 'ready' end, u.max_attempts,
+           case when u.delay > interval '0' then v_now + u.delay end, v_now, coalesce(u.expires_at, v_now + u.ttl)
+    from unnest(p_job_ids, p_relay_ids, p_max_attempts, p_ttls, p_expires_at, p_delays) with ordinality
+         as u (job_id, relay_id, max_attempts, ttl, expires_at, delay, n)
+    where cardinality(v_stored) = v_count or u.job_id = any (v_stored)
+    returning 1)
+  select count(*) into v_queued from queued;
+  if v_queued <> coalesce(cardinality(v_stored), 0) then
+    raise exception '% requests were stored, but % queue rows', coalesce(cardinality(v_stored), 0), v_queued;
+  end if;
 
   if exists (select 1 from unnest(p_job_ids, p_expires_at) as u (job_id, expires_at)
              where u.expires_at <= v_now and u.job_id = any (v_stored)) then
@@ -92,7 +104,8 @@ $$;
 -- Guarantees: one job per (tenant, key), whoever comes first; the others get the id of that job and duplicate = true. The key
 --   lives exactly as long as the job's result.
 -- Errors: as enqueue, and S2010 when the key stands for another request (request_digest differs).
--- Locks: waits for a transaction that is just inserting the same key, at most p_lock_timeout, then 55P03.
+-- Locks: waits for a transaction that is just inserting the same key, for each such one at most p_lock_timeout (a
+--   millisecond at least), then 55P03.
 create or replace function relay.enqueue_keyed(
   p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint,
   p_ttl interval, p_expires_at timestamptz, p_delay interval, p_key text, p_lock_timeout interval default '5 s',
@@ -109,7 +122,9 @@ declare
   v_digest bytea := relay.request_digest(p_relay_id, p_operation, p_headers::jsonb, p_body, p_max_attempts);
   v_found  record;
 begin
-  perform set_config('lock_timeout', (extract(epoch from p_lock_timeout) * 1000)::bigint::text, true);
+  -- 0 would be no timeout at all.
+  perform set_config(
+    'lock_timeout', greatest(1, coalesce(extract(epoch from p_lock_timeout) * 1000, 5000)::bigint)::text, true);
   loop
     insert into relay.s2r_relay_dispatch_key (tenant_id, idempotency_key, request_digest, job_id, created_at)
     values (v_tenant, p_key, v_digest, p_job_id, clock_timestamp())

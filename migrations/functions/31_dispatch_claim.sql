@@ -9,24 +9,25 @@
 create or replace function relay.promote_due(p_tenant text, p_relay text, p_limit bigint) returns interval
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, p_relay, '{worker}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_now    timestamptz := clock_timestamp();
   v_next   timestamptz;
+  v_rows   tid[];
 begin
   select q.available_at into v_next from relay.s2r_relay_dispatch_queue q
   where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed'
   order by q.available_at limit 1;
   if v_next <= v_now then
-    with due as materialized (
-      select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
-      where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed' and q.available_at <= v_now
-      order by q.available_at limit p_limit for update skip locked)
-    update relay.s2r_relay_dispatch_queue q set state = 'ready', available_at = null
-    from due d where q.ctid = d.row_id and q.tenant_id = v_tenant;
+    select array_agg(d.row_id) into v_rows
+    from (select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
+          where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed' and q.available_at <= v_now
+          order by q.available_at limit p_limit for update skip locked) d;
+    perform relay.ready_jobs(v_tenant, v_rows);
 
     select q.available_at into v_next from relay.s2r_relay_dispatch_queue q
     where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed'
@@ -44,7 +45,8 @@ end $$;
 --   Of the rows looked at, those past their deadline are ended in the same call and come back with outcome 'expired'; so
 --   a call that returns fewer than p_limit rows has seen all there was above its cursors. A row with outcome 'delayed'
 --   and no job id tells in `remaining` how long until the tenant's next delayed job is due.
---   The body is null where it is longer than p_body_limit or the bodies before it fill p_batch_limit: relay.fetch_body.
+--   The body is null where it is longer than p_body_limit, or the bodies of the tenant before it fill p_batch_limit: then
+--   relay.fetch_body.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: FOR UPDATE SKIP LOCKED on queue rows. It never waits.
 create or replace function relay.claim(
@@ -56,7 +58,9 @@ returns table (
   max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz, remaining interval)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set timezone = 'UTC'
 as $$
 declare
   v_tenants bigint := coalesce(cardinality(p_tenants), 0);
@@ -70,12 +74,14 @@ declare
   v_tenant  text;
   v_wait    interval;
   v_now     timestamptz;
-  v_until   timestamptz;
   v_after   bigint;
+  v_rows    tid[];
+  v_late    tid[];
 begin
   if v_tenants = 0 or p_limit is null or p_limit < 1 or coalesce(p_claimed_by, '') = '' or p_claim_id is null
-     or coalesce(p_lease, interval '0') <= interval '0' or coalesce(cardinality(p_after), v_tenants) <> v_tenants then
-    raise exception 'claim needs tenants, a positive limit and lease, claimed_by, claim_id, and one cursor a tenant'
+     or coalesce(p_lease, interval '0') <= interval '0' or coalesce(cardinality(p_after), v_tenants) <> v_tenants
+     or coalesce(p_start, -1) < 0 then
+    raise exception 'claim needs tenants, a positive limit and lease, claimed_by, claim_id, one cursor a tenant, and a start'
       using errcode = 'S2020';
   end if;
   v_share := greatest(1, p_limit / v_tenants);
@@ -98,53 +104,36 @@ begin
       end if;
       v_after := coalesce(p_after[v_i], 0);
       v_now := clock_timestamp();
-      v_until := v_now + p_lease;
 
-      -- Lock first, in a materialized CTE (else LIMIT could be run again for every outer row), then write by ctid: it is
-      -- the row just locked, so this cannot wait and cannot take more than the limit. Only claim may write so.
-      return query
-      with looked as materialized (
-        select q.ctid as row_id, q.expires_at <= v_now as late
-        from relay.s2r_relay_dispatch_queue q
-        where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'ready' and q.seq > v_after
-        order by q.seq, q.job_id limit v_quota for update skip locked
-      ), taken as (
-        update relay.s2r_relay_dispatch_queue q
-        set state = 'claimed', attempt = q.attempt + 1, fence = q.fence + 1, claimed_by = p_claimed_by,
-            claim_id = p_claim_id, claimed_at = v_now, lease_expires_at = v_until
-        from looked l where q.ctid = l.row_id and q.tenant_id = v_tenant and not l.late
-        returning q.job_id, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at
-      ), ended as (
-        delete from relay.s2r_relay_dispatch_queue q using looked l
-        where q.ctid = l.row_id and q.tenant_id = v_tenant and l.late
-        returning q.job_id, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at
-      ), stored as (
-        insert into relay.s2r_relay_dispatch_result
-          (tenant_id, job_id, relay_id, status, attempt, fence, error_code, error_message, created_at, completed_at, expires_at)
-        select v_tenant, e.job_id, p_relay, 'expired', e.attempt, e.fence, 'S2R-EXPIRED', 'the deadline passed before a relay had claimed the job',
-               e.created_at, v_now, e.expires_at
-        from ended e
-        returning 1
-      )
-      select 'claimed', v_tenant, t.job_id, r.operation, r.headers,
-             case when r.bytes <= p_body_limit
-                   and sum(r.bytes) over (order by t.seq, t.job_id rows unbounded preceding) <= p_batch_limit
-                  then r.body end,
-             r.bytes, t.attempt, t.max_attempts, t.fence, t.seq, t.created_at, t.expires_at, t.expires_at - v_now
-      from taken t
-      -- LATERAL … LIMIT 1: as a plain join this became a hash join over the whole request table once that was analyzed.
-      cross join lateral (
-        select s.operation, s.request_headers::text as headers, s.request_body as body,
-               octet_length(s.request_body)::bigint as bytes
-        from relay.s2r_relay_dispatch_request s
-        where s.tenant_id = v_tenant and s.job_id = t.job_id limit 1) r
-      union all
-      select 'expired', v_tenant, e.job_id, null, null, null, null, e.attempt, e.max_attempts, e.fence, e.seq, e.created_at,
-             e.expires_at, interval '0'
-      from ended e
-      order by 11, 3;
+      -- A sub-select with LIMIT and FOR UPDATE is run as it stands, once: no plan takes more rows than the limit.
+      select count(*), array_agg(l.row_id) filter (where not l.late), array_agg(l.row_id) filter (where l.late)
+      into v_got, v_rows, v_late
+      from (select q.ctid as row_id, q.expires_at <= v_now as late
+            from relay.s2r_relay_dispatch_queue q
+            where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'ready' and q.seq > v_after
+            order by q.seq, q.job_id limit v_quota for update skip locked) l;
+      if v_got > 0 then
+        return query
+        select 'claimed', v_tenant, t.job_id, r.operation, r.headers,
+               case when r.bytes <= p_body_limit
+                     and sum(r.bytes) over (order by t.seq, t.job_id rows unbounded preceding) <= p_batch_limit
+                    then r.body end,
+               r.bytes, t.attempt, t.max_attempts, t.fence, t.seq, t.created_at, t.expires_at, t.expires_at - v_now
+        from relay.take_jobs(v_tenant, v_rows, p_claimed_by, p_claim_id, v_now, v_now + p_lease) t
+        -- LATERAL … LIMIT 1: as a plain join this became a hash join over the whole request table once that was analyzed.
+        cross join lateral (
+          select s.operation, s.request_headers::text as headers, s.request_body as body,
+                 octet_length(s.request_body)::bigint as bytes
+          from relay.s2r_relay_dispatch_request s
+          where s.tenant_id = v_tenant and s.job_id = t.job_id limit 1) r
+        union all
+        select 'expired', v_tenant, e.job_id, null, null, null, null, e.attempt, e.max_attempts, e.fence, e.seq, e.created_at,
+               e.expires_at, interval '0'
+        from relay.end_jobs(v_tenant, v_now, false, 'the deadline passed before a relay had claimed the job', null, v_late) e
+        where v_late is not null
+        order by 11, 3;
+      end if;
 
-      get diagnostics v_got = row_count;
       v_full[v_i] := v_got >= v_quota;
       v_left := v_left - v_got;
       -- The second pass goes on where the first one stopped; what the first one took is claimed and no longer ready.
@@ -165,7 +154,8 @@ returns table (
   max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz, remaining interval)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_before text;
@@ -181,14 +171,17 @@ begin
            case when r.bytes <= p_body_limit
                  and sum(r.bytes) over (order by q.seq, q.job_id rows unbounded preceding) <= p_batch_limit then r.body end,
            r.bytes, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at, q.expires_at - v_now
-    from relay.s2r_relay_dispatch_queue q
+    from (
+      -- The order is there for the index that gives it, which reads no row that is not claimed.
+      select c.job_id, c.attempt, c.max_attempts, c.fence, c.seq, c.created_at, c.expires_at, c.claim_id, c.claimed_by
+      from relay.s2r_relay_dispatch_queue c
+      where c.tenant_id = v_tenant and c.relay_id = p_relay and c.state = 'claimed' order by c.claimed_at offset 0) q
     cross join lateral (
       select s.operation, s.request_headers::text as headers, s.request_body as body,
              octet_length(s.request_body)::bigint as bytes
       from relay.s2r_relay_dispatch_request s
       where s.tenant_id = v_tenant and s.job_id = q.job_id limit 1) r
-    where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'claimed'
-      and q.claim_id = p_claim_id and q.claimed_by = p_claimed_by
+    where q.claim_id = p_claim_id and q.claimed_by = p_claimed_by
     order by q.seq, q.job_id;
     perform relay.unbind_tenant(v_before);
   end loop;
@@ -200,7 +193,8 @@ create or replace function relay.fetch_body(
   p_relay text, p_tenant text, p_job_id uuid, p_fence bigint, p_claimed_by text) returns table (body bytea)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, p_relay, '{worker}');

@@ -8,12 +8,12 @@
 -- and, in status, where the job stands then, as far as the caller may know. Arrays go side by side; p_tenants may name
 -- several tenants (null = the bound one). Rows are locked in the order of tenant, job id.
 --
--- None of the statements by key says state = '…': the planner would take the partial index on that state and read every
--- claimed row for each id. claimed_by and fence say the same.
+-- Each verb first finds its rows by key and locks them, in one statement, and then reads the clock, and then writes (see
+-- 25_dispatch_rows.sql). A row whose lock had to be waited for is looked at anew, in the version that it has then.
 
 -- Guarantees: ends each job that is currently claimed so, once: 'succeeded' or 'failed' as given, or 'expired' when the
---   clock, read once the row lock is held, is past the deadline (outcome stale). Result stored and queue row gone in one
---   transaction. A row whose lock had to be waited for is checked anew, so a valid completion is never refused for that.
+--   clock, read once the row locks are held, is past the deadline (outcome stale). Result stored and queue row gone in one
+--   transaction. A valid completion is never refused because it had to wait for its row.
 -- Errors: S2001, S2002, S2003; S2020 array lengths, a status that is not succeeded or failed.
 -- Locks: the queue rows, FOR UPDATE, in job id order; waits for them.
 create or replace function relay.complete(
@@ -23,7 +23,8 @@ create or replace function relay.complete(
 returns table (n bigint, outcome text, status text)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_count    bigint := coalesce(cardinality(p_job_ids), 0);
@@ -31,6 +32,8 @@ declare
   v_before   text;
   v_tenant   text;
   v_inputs   bigint;
+  v_ns       bigint[];
+  v_rows     tid[];
   v_done     bigint[];
   v_statuses text[];
 begin
@@ -50,48 +53,35 @@ begin
     v_before := relay.bind_tenant(v_name, p_relay, '{worker}');
     v_tenant := coalesce(v_name, v_before);
 
-    with input as materialized (
-      select u.n, u.job_id, u.fence, u.status, u.response_status, u.headers, u.body, u.code, u.message
-      from unnest(p_tenants, p_job_ids, p_fences, p_statuses, p_response_statuses, p_response_headers, p_response_bodies,
-                  p_error_codes, p_error_messages) with ordinality
-           as u (tenant, job_id, fence, status, response_status, headers, body, code, message, n)
-      where u.tenant is not distinct from v_name
-      order by u.job_id
-    ), ended as (
-      delete from relay.s2r_relay_dispatch_queue q using input i
+    select array_agg(i.n), array_agg(l.row_id) into v_ns, v_rows
+    from (select u.n, u.job_id, u.fence
+          from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
+          where u.tenant is not distinct from v_name order by u.job_id) i
+    cross join lateral (
+      select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
       where q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
         and q.relay_id = p_relay
-      -- RETURNING is computed once the row is locked and deleted: this clock decides.
-      returning i.n, i.status, i.response_status, i.headers, i.body, i.code, i.message, q.job_id, q.attempt, q.fence,
-                q.claimed_at, q.created_at, q.expires_at, clock_timestamp() as at
-    ), stored as (
-      insert into relay.s2r_relay_dispatch_result
-        (tenant_id, job_id, relay_id, status, attempt, fence, claimed_by, response_status, response_headers, response_body,
-         error_code, error_message, created_at, claimed_at, completed_at, expires_at)
-      select v_tenant, e.job_id, p_relay, case when e.at >= e.expires_at then 'expired' else e.status end, e.attempt, e.fence,
-             p_claimed_by,
-             case when e.at < e.expires_at then e.response_status end,
-             case when e.at < e.expires_at then e.headers::jsonb end,
-             case when e.at < e.expires_at then e.body end,
-             case when e.at < e.expires_at then e.code else 'S2R-EXPIRED' end,
-             case when e.at < e.expires_at then e.message else 'the deadline passed before the completion' end,
-             e.created_at, e.claimed_at, e.at, e.expires_at
-      from ended e
-      returning 1
-    )
-    select array_agg(e.n), array_agg(case when e.at >= e.expires_at then 'expired' else e.status end)
-    into v_done, v_statuses from ended e;
+      limit 1 for update) l;
 
-    return query
-    select d.n, case when d.status = 'expired' then 'stale' else 'applied' end, d.status
-    from unnest(v_done, v_statuses) as d (n, status);
+    v_done := null;
+    if v_ns is not null then
+      select array_agg(e.n), array_agg(e.status) into v_done, v_statuses
+      from relay.end_jobs(
+        v_tenant, clock_timestamp(), true, 'the deadline passed before the completion', v_ns, v_rows, p_statuses,
+        p_response_statuses, p_response_headers, p_response_bodies, p_error_codes, p_error_messages) e;
+
+      return query
+      select d.n, case when d.status = 'expired' then 'stale' else 'applied' end, d.status
+      from unnest(v_done, v_statuses) as d (n, status);
+    end if;
 
     if cardinality(v_done) is distinct from v_inputs then
-      -- A new statement, and so a new snapshot: it sees a completion that committed while the one above waited.
+      -- A new statement, and so a new snapshot: it sees a completion that committed while the lock was waited for.
       return query
       select u.n, case when r.mine then 'repeated' else 'stale' end, r.status
       from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
       left join lateral (
+        -- Only the claim's own completion leaves fence and claimed_by as they were: see end_jobs.
         select d.status, d.fence = u.fence and d.claimed_by = p_claimed_by and d.status <> 'expired' as mine
         from relay.s2r_relay_dispatch_result d
         where d.tenant_id = v_tenant and d.job_id = u.job_id and d.relay_id = p_relay limit 1) r on true
@@ -103,143 +93,61 @@ end $$;
 
 -- Guarantees: each current claim among the inputs leases on for p_lease from the clock at the write; also one whose lease
 --   has run out but has not been taken back. A claim that was taken back is stale and stays so.
--- Errors: S2001, S2002, S2003; S2020 array lengths.
+-- Errors: S2001, S2002, S2003; S2020 array lengths, a lease that is not positive.
 -- Locks: FOR NO KEY UPDATE SKIP LOCKED on the queue rows. It never waits, so it never holds up a completion for long.
 create or replace function relay.heartbeat(
   p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_lease interval)
 returns table (n bigint, outcome text)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set timezone = 'UTC'
 as $$
 declare
   v_count  bigint := coalesce(cardinality(p_job_ids), 0);
   v_name   text;
   v_before text;
   v_tenant text;
+  v_inputs bigint;
   v_held   bigint[];
-  v_until  timestamptz;
+  v_rows   tid[];
 begin
-  if (cardinality(p_tenants), cardinality(p_fences)) is distinct from (v_count, v_count) then
-    raise exception 'the arrays of heartbeat must have one length' using errcode = 'S2020';
+  if (cardinality(p_tenants), cardinality(p_fences)) is distinct from (v_count, v_count)
+     or coalesce(p_lease, interval '0') <= interval '0' then
+    raise exception 'heartbeat needs arrays of one length and a positive lease' using errcode = 'S2020';
   end if;
-  for v_name in select distinct u.tenant from unnest(p_tenants) as u (tenant) order by u.tenant loop
+  for v_name, v_inputs in
+    select u.tenant, count(*) from unnest(p_tenants) as u (tenant) group by u.tenant order by u.tenant
+  loop
     v_before := relay.bind_tenant(v_name, p_relay, '{worker}');
     v_tenant := coalesce(v_name, v_before);
 
-    with locked as (
-      select i.n
-      from (select u.n, u.job_id, u.fence
-            from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
-            where u.tenant is not distinct from v_name order by u.job_id) i
-      join relay.s2r_relay_dispatch_queue q
-        on q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
-       and q.relay_id = p_relay
-      order by i.job_id
-      for no key update of q skip locked)
-    select coalesce(array_agg(l.n), '{}') into v_held from locked l;
+    select coalesce(array_agg(i.n), '{}'), array_agg(l.row_id) into v_held, v_rows
+    from (select u.n, u.job_id, u.fence
+          from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
+          where u.tenant is not distinct from v_name order by u.job_id) i
+    cross join lateral (
+      select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
+      where q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
+        and q.relay_id = p_relay
+      limit 1 for no key update skip locked) l;
+    -- The clock after the locks.
+    perform relay.renew_jobs(v_tenant, v_rows, clock_timestamp() + p_lease);
 
-    -- The clock after the locks; the sum before the UPDATE.
-    v_until := clock_timestamp() + p_lease;
-    update relay.s2r_relay_dispatch_queue q set lease_expires_at = v_until
-    from unnest(p_job_ids, p_fences) with ordinality as u (job_id, fence, n)
-    where u.n = any (v_held) and q.tenant_id = v_tenant and q.job_id = u.job_id and q.fence = u.fence
-      and q.claimed_by = p_claimed_by and q.relay_id = p_relay;
-
-    return query
-    select u.n,
-           case when u.n = any (v_held) then 'applied'
-                when exists (select 1 from relay.s2r_relay_dispatch_queue q
-                             where q.tenant_id = v_tenant and q.job_id = u.job_id and q.fence = u.fence
-                               and q.claimed_by = p_claimed_by and q.relay_id = p_relay) then 'busy'
-                else 'stale' end
-    from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
-    where u.tenant is not distinct from v_name;
+    return query select h.n, 'applied' from unnest(v_held) as h (n);
+    if cardinality(v_held) < v_inputs then
+      return query
+      select u.n, case when l.here then 'busy' else 'stale' end
+      from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
+      left join lateral (
+        select true as here from relay.s2r_relay_dispatch_queue q
+        where q.tenant_id = v_tenant and q.job_id = u.job_id and q.fence = u.fence and q.claimed_by = p_claimed_by
+          and q.relay_id = p_relay limit 1) l on true
+      where u.tenant is not distinct from v_name and not u.n = any (v_held);
+    end if;
     perform relay.unbind_tenant(v_before);
   end loop;
-end $$;
-
--- Guarantees: for one bound tenant, ends each current claim among the inputs without a completion: it goes back to pending
---   when an attempt is left (or p_give_backs[i] gives the one just used back) and it would start before its deadline;
---   else it ends, 'expired' past the deadline and 'failed' with the given error before it. Every row that goes back has a
---   higher fence. p_claimed_bys[i] is the holder that the caller knows.
--- Locks: the queue rows, FOR UPDATE, in job id order; waits for them. Internal: no login may call it.
-create or replace function relay.put_back(
-  p_relay text, p_tenant text, p_job_ids uuid[], p_fences bigint[], p_claimed_bys text[], p_give_backs boolean[],
-  p_delays interval[], p_error_codes text[], p_error_messages text[])
-returns table (n bigint, outcome text, status text)
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
-as $$
-declare
-  v_now      timestamptz;
-  v_back     bigint[];
-  v_ended    bigint[];
-  v_statuses text[];
-begin
-  -- The locks first, then the clock, then plain writes by key that wait for nobody.
-  perform 1
-  from (select u.job_id, u.fence, u.claimed_by
-        from unnest(p_job_ids, p_fences, p_claimed_bys) as u (job_id, fence, claimed_by) order by u.job_id) i
-  join relay.s2r_relay_dispatch_queue q
-    on q.tenant_id = p_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = i.claimed_by
-   and q.relay_id = p_relay
-  order by i.job_id
-  for update of q;
-  v_now := clock_timestamp();
-
-  with input as materialized (
-    select u.n, u.job_id, u.fence, u.claimed_by, u.give_back,
-           case when u.delay > interval '0' then v_now + u.delay end as available_at
-    from unnest(p_job_ids, p_fences, p_claimed_bys, p_give_backs, p_delays) with ordinality
-         as u (job_id, fence, claimed_by, give_back, delay, n)
-    order by u.job_id
-  ), back as (
-    update relay.s2r_relay_dispatch_queue q
-    set state = case when i.available_at is null then 'ready' else 'delayed' end, available_at = i.available_at,
-        attempt = q.attempt - case when i.give_back then 1 else 0 end, fence = q.fence + 1,
-        claimed_by = null, claim_id = null, claimed_at = null, lease_expires_at = null
-    from input i
-    where q.tenant_id = p_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = i.claimed_by
-      and q.relay_id = p_relay
-      and (i.give_back or q.attempt < q.max_attempts)
-      and coalesce(i.available_at, v_now) < q.expires_at
-    returning i.n)
-  select coalesce(array_agg(b.n), '{}') into v_back from back b;
-
-  -- Those that went back have another fence now and do not match any more.
-  with input as materialized (
-    select u.n, u.job_id, u.fence, u.claimed_by, u.code, u.message
-    from unnest(p_job_ids, p_fences, p_claimed_bys, p_error_codes, p_error_messages) with ordinality
-         as u (job_id, fence, claimed_by, code, message, n)
-    where not u.n = any (v_back)
-    order by u.job_id
-  ), ended as (
-    delete from relay.s2r_relay_dispatch_queue q using input i
-    where q.tenant_id = p_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = i.claimed_by
-      and q.relay_id = p_relay
-    returning i.n, i.code, i.message, q.job_id, q.attempt, q.fence, q.claimed_by, q.claimed_at, q.created_at, q.expires_at
-  ), stored as (
-    insert into relay.s2r_relay_dispatch_result
-      (tenant_id, job_id, relay_id, status, attempt, fence, claimed_by, error_code, error_message, created_at, claimed_at,
-       completed_at, expires_at)
-    select p_tenant, e.job_id, p_relay, case when v_now >= e.expires_at then 'expired' else 'failed' end, e.attempt, e.fence,
-           e.claimed_by,
-           case when v_now >= e.expires_at then 'S2R-EXPIRED' else e.code end,
-           case when v_now >= e.expires_at then 'the deadline passed before the job could be run again' else e.message end,
-           e.created_at, e.claimed_at, v_now, e.expires_at
-    from ended e
-    returning 1
-  )
-  select coalesce(array_agg(e.n), '{}'), coalesce(array_agg(case when v_now >= e.expires_at then 'expired' else 'failed' end), '{}')
-  into v_ended, v_statuses from ended e;
-
-  return query select u.n, 'applied', 'pending' from unnest(v_back) as u (n);
-  return query select u.n, 'applied', u.status from unnest(v_ended, v_statuses) as u (n, status);
-  return query
-  select u.n, 'stale', null::text from unnest(p_job_ids) with ordinality as u (job_id, n)
-  where not u.n = any (v_back) and not u.n = any (v_ended);
 end $$;
 
 -- Guarantees: puts each current claim among the inputs back, to be claimed again after p_delays[i]. p_give_backs[i] true: the
@@ -253,13 +161,16 @@ create or replace function relay.retry(
 returns table (n bigint, outcome text, status text)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_count  bigint := coalesce(cardinality(p_job_ids), 0);
   v_name   text;
   v_before text;
-  v_mine   bigint[];
-  v_in     record;
+  v_tenant text;
+  v_ns     bigint[];
+  v_rows   tid[];
 begin
   if (cardinality(p_tenants), cardinality(p_fences), cardinality(p_delays), cardinality(p_give_backs),
       cardinality(p_error_codes), cardinality(p_error_messages))
@@ -272,18 +183,25 @@ begin
   end if;
   for v_name in select distinct u.tenant from unnest(p_tenants) as u (tenant) order by u.tenant loop
     v_before := relay.bind_tenant(v_name, p_relay, '{worker}');
-    select array_agg(u.n order by u.n) as ns, array_agg(u.job_id order by u.n) as job_ids,
-           array_agg(u.fence order by u.n) as fences, array_agg(p_claimed_by) as claimed_bys,
-           array_agg(u.give_back order by u.n) as give_backs, array_agg(u.delay order by u.n) as delays,
-           array_agg(u.code order by u.n) as codes, array_agg(u.message order by u.n) as messages
-    into v_in
-    from unnest(p_tenants, p_job_ids, p_fences, p_give_backs, p_delays, p_error_codes, p_error_messages) with ordinality
-         as u (tenant, job_id, fence, give_back, delay, code, message, n)
-    where u.tenant is not distinct from v_name;
+    v_tenant := coalesce(v_name, v_before);
+
+    select coalesce(array_agg(i.n), '{}'), array_agg(l.row_id) into v_ns, v_rows
+    from (select u.n, u.job_id, u.fence
+          from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
+          where u.tenant is not distinct from v_name order by u.job_id) i
+    cross join lateral (
+      select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
+      where q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
+        and q.relay_id = p_relay
+      limit 1 for update) l;
+
     return query
-    select v_in.ns[b.n], b.outcome, b.status
-    from relay.put_back(p_relay, coalesce(v_name, v_before), v_in.job_ids, v_in.fences, v_in.claimed_bys, v_in.give_backs,
-                        v_in.delays, v_in.codes, v_in.messages) b;
+    select b.n, 'applied', b.status
+    from relay.return_jobs(v_tenant, clock_timestamp(), v_ns, v_rows, p_give_backs, p_delays, p_error_codes,
+                           p_error_messages) b;
+    return query
+    select u.n, 'stale', null::text from unnest(p_tenants) with ordinality as u (tenant, n)
+    where u.tenant is not distinct from v_name and not u.n = any (v_ns);
     perform relay.unbind_tenant(v_before);
   end loop;
 end $$;
@@ -318,43 +236,42 @@ $$;
 
 -- Guarantees: takes back at most p_limit claims of the tenant (p_relay null = of all its relays) whose lease has run out: with
 --   attempts left they are pending at once, else they end 'failed', S2R-LEASE-LOST, or 'expired' past their deadline.
---   A claim that was renewed, completed or released in between is not touched: each row is locked and looked at again.
+--   A claim that is being renewed, completed or released at this moment is not touched.
+-- Errors: S2001, S2002, S2003.
 -- Locks: FOR UPDATE SKIP LOCKED. It never waits. Call relay.reclaim, which first looks at the age of the session.
 create or replace function relay.reclaim_lost(p_tenant text, p_relay text, p_limit bigint)
 returns table (tenant_id text, relay_id text, job_id uuid, status text)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, p_relay);
   v_tenant text := coalesce(p_tenant, v_before);
   v_now    timestamptz := clock_timestamp();
-  v_lost   record;
+  v_count  int;
+  v_ns     bigint[];
+  v_rows   tid[];
 begin
   if p_relay is null and not relay.login_is(array['gateway', 'worker', 'operator'], v_tenant) then
     raise exception 'login % is bound to single relays and must name one', session_user using errcode = 'S2003';
   end if;
-  for v_lost in
-    with lost as materialized (
-      select q.relay_id, q.job_id, q.fence, q.claimed_by
-      from relay.s2r_relay_dispatch_queue q
-      where q.tenant_id = v_tenant and (p_relay is null or q.relay_id = p_relay) and q.state = 'claimed'
-        and q.lease_expires_at < v_now
-      limit p_limit for update skip locked)
-    select l.relay_id, array_agg(l.job_id) as job_ids, array_agg(l.fence) as fences,
-           array_agg(l.claimed_by) as claimed_bys, count(*)::int as n
-    from lost l group by l.relay_id order by l.relay_id
-  loop
+  -- The order is there for the index that gives it, which reads no row that is not claimed.
+  select count(*), array_agg(l.row_id) into v_count, v_rows
+  from (select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
+        where q.tenant_id = v_tenant and (p_relay is null or q.relay_id = p_relay) and q.state = 'claimed'
+          and q.lease_expires_at < v_now
+        order by q.relay_id, q.claimed_at limit p_limit for update skip locked) l;
+  if v_count > 0 then
+    select array_agg(i) into v_ns from generate_series(1, v_count) i;
     return query
-    select v_tenant, v_lost.relay_id, v_lost.job_ids[b.n], b.status
-    from relay.put_back(
-      v_lost.relay_id, v_tenant, v_lost.job_ids, v_lost.fences, v_lost.claimed_bys,
-      array_fill(false, array[v_lost.n]), array_fill(interval '0', array[v_lost.n]),
-      array_fill('S2R-LEASE-LOST'::text, array[v_lost.n]),
-      array_fill('the relay stopped renewing its lease, and no attempt is left'::text, array[v_lost.n])) b
-    where b.outcome = 'applied';
-  end loop;
+    select v_tenant, b.relay_id, b.job_id, b.status
+    from relay.return_jobs(
+      v_tenant, v_now, v_ns, v_rows, array_fill(false, array[v_count]), array_fill(interval '0', array[v_count]),
+      array_fill('S2R-LEASE-LOST'::text, array[v_count]),
+      array_fill('the relay stopped renewing its lease, and no attempt is left'::text, array[v_count])) b;
+  end if;
   perform relay.unbind_tenant(v_before);
 end $$;
 

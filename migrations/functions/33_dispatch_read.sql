@@ -15,7 +15,8 @@ returns table (
   expires_at timestamptz, remaining interval)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
@@ -23,14 +24,17 @@ declare
   v_now    timestamptz := clock_timestamp();
   v_late   uuid[];
 begin
-  select array_agg(u.job_id order by u.job_id) into v_late
+  select array_agg(u.job_id) into v_late
   from unnest(p_job_ids) as u (job_id)
-  join relay.s2r_relay_dispatch_queue q on q.tenant_id = v_tenant and q.job_id = u.job_id
-  where q.expires_at <= v_now;
+  cross join lateral (
+    select 1 from relay.s2r_relay_dispatch_queue q
+    where q.tenant_id = v_tenant and q.job_id = u.job_id and q.expires_at <= v_now limit 1) l;
   if v_late is not null then
-    perform 1 from (select u.job_id from unnest(v_late) as u (job_id) order by u.job_id) u
-    join relay.s2r_relay_dispatch_queue q on q.tenant_id = v_tenant and q.job_id = u.job_id
-    order by u.job_id for key share of q;
+    perform count(*)
+    from (select u.job_id from unnest(v_late) as u (job_id) order by u.job_id) u
+    cross join lateral (
+      select 1 from relay.s2r_relay_dispatch_queue q
+      where q.tenant_id = v_tenant and q.job_id = u.job_id limit 1 for key share) l;
   end if;
 
   -- One snapshot, taken after the locks: a job is in the queue or among the results, and never in neither.
@@ -67,7 +71,8 @@ returns table (
   error_code text, created_at timestamptz, completed_at timestamptz, expires_at timestamptz)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');

@@ -11,32 +11,24 @@ create or replace function relay.mark_expired(p_tenant text, p_job_ids uuid[])
 returns table (n bigint, outcome text, relay_id text, was_claimed boolean)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off set jit = off
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
+  v_ns     bigint[];
+  v_rows   tid[];
 begin
+  select array_agg(i.n), array_agg(l.row_id) into v_ns, v_rows
+  from (select min(u.n) as n, u.job_id from unnest(p_job_ids) with ordinality as u (job_id, n)
+        group by u.job_id order by u.job_id) i
+  cross join lateral (
+    select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
+    where q.tenant_id = v_tenant and q.job_id = i.job_id limit 1 for update) l;
   return query
-  with input as materialized (
-    select min(u.n) as n, u.job_id from unnest(p_job_ids) with ordinality as u (job_id, n) group by u.job_id order by u.job_id
-  ), ended as (
-    delete from relay.s2r_relay_dispatch_queue q using input i
-    where q.tenant_id = v_tenant and q.job_id = i.job_id
-    returning i.n, q.job_id, q.relay_id, q.attempt, q.fence, q.claimed_by, q.claimed_at, q.created_at, q.expires_at,
-              clock_timestamp() as at
-  ), stored as (
-    insert into relay.s2r_relay_dispatch_result
-      (tenant_id, job_id, relay_id, status, attempt, fence, claimed_by, error_code, error_message, created_at, claimed_at,
-       completed_at, expires_at)
-    select v_tenant, e.job_id, e.relay_id, 'expired', e.attempt, e.fence, e.claimed_by, 'S2R-EXPIRED',
-           case when e.at < e.expires_at then 'withdrawn before its deadline' else 'the deadline passed before a result' end,
-           e.created_at, e.claimed_at, e.at, e.expires_at
-    from ended e
-    returning 1
-  )
   select u.n, case when e.n is null then 'stale' else 'applied' end, e.relay_id, coalesce(e.claimed_by is not null, false)
-  from unnest(p_job_ids) with ordinality as u (job_id, n) left join ended e on e.n = u.n;
+  from unnest(p_job_ids) with ordinality as u (job_id, n)
+  left join relay.end_jobs(v_tenant, clock_timestamp(), false, null, v_ns, v_rows) e on e.n = u.n;
   perform relay.unbind_tenant(v_before);
 end $$;
 
@@ -46,44 +38,35 @@ create or replace function relay.expire_late(p_tenant text, p_relay text, p_limi
 returns table (tenant_id text, relay_id text, job_id uuid, status text)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, p_relay);
   v_tenant text := coalesce(p_tenant, v_before);
   v_now    timestamptz := clock_timestamp();
+  v_rows   tid[];
 begin
   if p_relay is null and not relay.login_is(array['gateway', 'worker', 'operator'], v_tenant) then
     raise exception 'login % is bound to single relays and must name one', session_user using errcode = 'S2003';
   end if;
-  return query
-  -- FOR UPDATE is not allowed in a UNION, hence one CTE for each of the two indexes.
-  with waiting as materialized (
-    select q.job_id, q.fence from relay.s2r_relay_dispatch_queue q
-    where q.tenant_id = v_tenant and q.state <> 'claimed' and q.expires_at <= v_now
-      and (p_relay is null or q.relay_id = p_relay)
-    order by q.expires_at limit p_limit for update skip locked
-  ), running as materialized (
-    select q.job_id, q.fence from relay.s2r_relay_dispatch_queue q
-    where q.tenant_id = v_tenant and q.state = 'claimed' and q.expires_at <= v_now
-      and (p_relay is null or q.relay_id = p_relay)
-    limit p_limit for update skip locked
-  ), late as (
-    select w.job_id, w.fence from waiting w union all select r.job_id, r.fence from running r
-  ), ended as (
-    delete from relay.s2r_relay_dispatch_queue q using late l
-    where q.tenant_id = v_tenant and q.job_id = l.job_id and q.fence = l.fence
-    returning q.job_id, q.relay_id, q.attempt, q.fence, q.claimed_by, q.claimed_at, q.created_at, q.expires_at
-  ), stored as (
-    insert into relay.s2r_relay_dispatch_result
-      (tenant_id, job_id, relay_id, status, attempt, fence, claimed_by, error_code, error_message, created_at, claimed_at,
-       completed_at, expires_at)
-    select v_tenant, e.job_id, e.relay_id, 'expired', e.attempt, e.fence, e.claimed_by, 'S2R-EXPIRED',
-           'the deadline passed before a result', e.created_at, e.claimed_at, v_now, e.expires_at
-    from ended e
-    returning 1
-  )
-  select v_tenant, e.relay_id, e.job_id, 'expired' from ended e;
+  -- The orders are there for the indexes that give them: the one of those that wait, and the one of those claimed.
+  select array_agg(l.row_id) into v_rows
+  from (select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
+        where q.tenant_id = v_tenant and q.claimed_by is null and q.expires_at <= v_now
+          and (p_relay is null or q.relay_id = p_relay)
+        order by q.expires_at limit p_limit for update skip locked) l;
+  select v_rows || array_agg(l.row_id) into v_rows
+  from (select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
+        where q.tenant_id = v_tenant and q.state = 'claimed' and q.expires_at <= v_now
+          and (p_relay is null or q.relay_id = p_relay)
+        order by q.relay_id, q.claimed_at
+        limit p_limit - coalesce(cardinality(v_rows), 0) for update skip locked) l;
+  if v_rows is not null then
+    return query
+    select v_tenant, e.relay_id, e.job_id, e.status
+    from relay.end_jobs(v_tenant, v_now, false, null, null, v_rows) e;
+  end if;
   perform relay.unbind_tenant(v_before);
 end $$;
 
@@ -94,40 +77,52 @@ end $$;
 create or replace function relay.purge(p_tenant text, p_keep interval, p_limit bigint) returns bigint
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set timezone = 'UTC'
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
-  v_tenant text := coalesce(p_tenant, v_before);
-  v_until  timestamptz := clock_timestamp() - p_keep;
-  v_count  bigint;
+  v_before   text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant   text := coalesce(p_tenant, v_before);
+  v_until    timestamptz := clock_timestamp() - p_keep;
+  v_count    bigint := 0;
+  v_jobs     uuid[];
+  v_results  tid[];
+  v_requests tid[];
+  v_keys     tid[];
 begin
   if coalesce(p_keep < interval '0', true) then
     raise exception 'purge needs how long results are kept' using errcode = 'S2020';
   end if;
-  with old as materialized (
-    select d.job_id from relay.s2r_relay_dispatch_result d
-    where d.tenant_id = v_tenant and d.completed_at < v_until
-    order by d.completed_at limit p_limit for update skip locked
-  ), keys as (
-    delete from relay.s2r_relay_dispatch_key k using old o where k.tenant_id = v_tenant and k.job_id = o.job_id
-  ), requests as (
-    delete from relay.s2r_relay_dispatch_request r using old o where r.tenant_id = v_tenant and r.job_id = o.job_id
-  ), results as (
-    delete from relay.s2r_relay_dispatch_result d using old o where d.tenant_id = v_tenant and d.job_id = o.job_id
-    returning d.job_id
-  )
-  select count(*) into v_count from results;
+  select array_agg(l.row_id), array_agg(l.job_id) into v_results, v_jobs
+  from (select d.ctid as row_id, d.job_id from relay.s2r_relay_dispatch_result d
+        where d.tenant_id = v_tenant and d.completed_at > '-infinity' and d.completed_at < v_until
+        order by d.completed_at limit p_limit for update skip locked) l;
+  if v_jobs is not null then
+    select array_agg(l.row_id) into v_requests
+    from unnest(v_jobs) as o (job_id)
+    cross join lateral (
+      select r.ctid as row_id from relay.s2r_relay_dispatch_request r
+      where r.tenant_id = v_tenant and r.job_id = o.job_id limit 1) l;
+    select array_agg(l.row_id) into v_keys
+    from unnest(v_jobs) as o (job_id)
+    cross join lateral (
+      select k.ctid as row_id from relay.s2r_relay_dispatch_key k
+      where k.tenant_id = v_tenant and k.job_id = o.job_id and k.created_at > '-infinity'
+      order by k.created_at offset 0) l;
+    v_count := relay.drop_jobs(v_tenant, v_results, v_requests, v_keys);
+  end if;
   perform relay.unbind_tenant(v_before);
   return v_count;
 end $$;
 
 -- Guarantees: true for one caller per interval and login: the sweep is then due again in p_every (± a tenth, so that sweeps of
 --   many logins drift apart). Another process that has the row locked this moment has the turn.
--- Locks: the row, FOR UPDATE SKIP LOCKED.
+-- Locks: the row, FOR UPDATE SKIP LOCKED. The first turns ever of a login, made at one moment, wait for one another.
 create or replace function relay.sweep_turn(p_name text, p_every interval) returns boolean
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
+set timezone = 'UTC'
 as $$
 declare
   v_login oid := to_regrole(quote_ident(session_user));
@@ -152,9 +147,10 @@ end $$;
 --   the caller to ring; and one row (sweep 'purge', job_id null) per tenant with something purged.
 --     expire   jobs past their deadline                     lease   claims whose lease ran out (session p_lease old)
 --     promote  delayed jobs that are due                    purge   results older than p_keep; skipped where p_keep is null
---   p_every gives the intervals in that order of: expire, lease, promote, purge. Sweeps only tidy: nothing that a reader or a
---   relay is told depends on whether one has run.
--- Locks: SKIP LOCKED throughout. It never waits.
+--   p_every gives the intervals in that order of: expire, lease, promote, purge; null = not this one. Sweeps only tidy:
+--   nothing that a reader or a relay is told depends on whether one has run. A tenant or relay that the login is not bound
+--   to for a sweep is left out, and is no error.
+-- Locks: SKIP LOCKED throughout, but for sweep_turn. It waits for no other work.
 -- SECURITY INVOKER for session_age; every step is a function that checks the binding itself.
 create or replace function relay.run_sweeps(
   p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[])
@@ -168,23 +164,25 @@ declare
   v_tenant text;
   v_count  bigint;
 begin
-  if relay.sweep_turn('expire' || v_scope, p_every[1]) then
-    for v_tenant in select t.tenant_id from relay.tenants_due('expire', null) t loop
+  if p_every[1] is not null and relay.sweep_turn('expire' || v_scope, p_every[1]) then
+    for v_tenant in select t.tenant_id from relay.tenants_due('expire', p_relay, null) t loop
       return query select 'expire', r.* from relay.expire_late(v_tenant, p_relay, p_limit) r;
     end loop;
   end if;
-  if coalesce(relay.session_age() >= p_lease, false) and relay.sweep_turn('lease' || v_scope, p_every[2]) then
-    for v_tenant in select t.tenant_id from relay.tenants_due('lease', null) t loop
+  if p_every[2] is not null and coalesce(relay.session_age() >= p_lease, false)
+     and relay.sweep_turn('lease' || v_scope, p_every[2]) then
+    for v_tenant in select t.tenant_id from relay.tenants_due('lease', p_relay, null) t loop
       return query select 'lease', r.* from relay.reclaim_lost(v_tenant, p_relay, p_limit) r;
     end loop;
   end if;
-  if p_relay is not null and relay.sweep_turn('promote' || v_scope, p_every[3]) then
-    for v_tenant in select t.tenant_id from relay.tenants_due('promote', null) t loop
+  if p_every[3] is not null and p_relay is not null and relay.sweep_turn('promote' || v_scope, p_every[3]) then
+    for v_tenant in select t.tenant_id from relay.tenants_due('promote', p_relay, null) t loop
       perform relay.promote_due(v_tenant, p_relay, p_limit);
     end loop;
   end if;
-  if p_keep is not null and p_relay is null and relay.sweep_turn('purge' || v_scope, p_every[4]) then
-    for v_tenant in select t.tenant_id from relay.tenants_due('purge', p_keep) t loop
+  if p_every[4] is not null and p_keep is not null and p_relay is null
+     and relay.sweep_turn('purge' || v_scope, p_every[4]) then
+    for v_tenant in select t.tenant_id from relay.tenants_due('purge', null, p_keep) t loop
       v_count := relay.purge(v_tenant, p_keep, p_limit);
       if v_count > 0 then
         sweep := 'purge'; tenant_id := v_tenant; relay_id := null; job_id := null; status := v_count::text;

@@ -46,6 +46,7 @@ create table relay.s2r_relay_dispatch_queue (
   expires_at       timestamptz not null,
   primary key (tenant_id, job_id),
   check ((state = 'claimed') = (claimed_by is not null)),
+  check ((claimed_by is null) = (lease_expires_at is null)),
   check ((state = 'delayed') = (available_at is not null))
 ) with (
   fillfactor = 80,
@@ -54,10 +55,12 @@ create table relay.s2r_relay_dispatch_queue (
   autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_scale_factor = 0,
   autovacuum_vacuum_insert_threshold = -1,
   autovacuum_vacuum_cost_delay = 0,
-  -- Statistics of a queue are always of another moment. Never analyzed is a state the plans are tested in, and then the
-  -- only one: 2^31-1 changes are never reached between two vacuums.
+  -- Statistics of a queue are always of another moment, and a vacuum of the drained table alone already says "no rows".
+  -- So no plan may depend on them (see functions/25_dispatch_rows.sql), and gathering them is work for nothing.
   autovacuum_analyze_threshold = 2147483647, autovacuum_analyze_scale_factor = 0
 );
+
+-- The primary key is the only index that a statement by key can take: none of these predicates follows from one.
 
 -- Claimable rows only, in the order in which they are claimed.
 create index s2r_relay_dispatch_queue_ready on relay.s2r_relay_dispatch_queue (tenant_id, relay_id, seq, job_id)
@@ -66,11 +69,12 @@ create index s2r_relay_dispatch_queue_ready on relay.s2r_relay_dispatch_queue (t
 create index s2r_relay_dispatch_queue_delayed on relay.s2r_relay_dispatch_queue (tenant_id, relay_id, available_at)
   where state = 'delayed';
 -- Without the lease time: so a heartbeat changes no indexed column and is a HOT update.
-create index s2r_relay_dispatch_queue_claimed on relay.s2r_relay_dispatch_queue (tenant_id, relay_id)
+create index s2r_relay_dispatch_queue_claimed on relay.s2r_relay_dispatch_queue (tenant_id, relay_id, claimed_at)
   where state = 'claimed';
--- For the expire sweep. A claim takes its row out of this index and puts nothing back.
+-- For the expire sweep. A claim takes its row out of this index and puts nothing back. Not `where state <> 'claimed'`:
+-- that follows from `state = 'ready'`, and then claims took this index and sorted the whole backlog.
 create index s2r_relay_dispatch_queue_expiry on relay.s2r_relay_dispatch_queue (tenant_id, expires_at)
-  where state <> 'claimed';
+  where claimed_by is null;
 
 create table relay.s2r_relay_dispatch_result (
   tenant_id        text collate "C" not null,
@@ -92,7 +96,9 @@ create table relay.s2r_relay_dispatch_result (
   expires_at       timestamptz not null,
   primary key (tenant_id, job_id)
 );
-create index s2r_relay_dispatch_result_retention on relay.s2r_relay_dispatch_result (tenant_id, completed_at);
+-- The predicate is always true. It keeps the index from statements by key, which do not say it and have the primary key.
+create index s2r_relay_dispatch_result_retention on relay.s2r_relay_dispatch_result (tenant_id, completed_at)
+  where completed_at > '-infinity';
 
 create table relay.s2r_relay_dispatch_key (
   tenant_id       text collate "C" not null,
@@ -102,7 +108,9 @@ create table relay.s2r_relay_dispatch_key (
   created_at      timestamptz not null,
   primary key (tenant_id, idempotency_key)
 );
-create index s2r_relay_dispatch_key_job on relay.s2r_relay_dispatch_key (tenant_id, job_id);
+-- For the purge; its predicate as that of the index above. created_at gives it an order that the primary key has not.
+create index s2r_relay_dispatch_key_job on relay.s2r_relay_dispatch_key (tenant_id, job_id, created_at)
+  where created_at > '-infinity';
 
 -- Sweeps only tidy. One row per sweep and login, so that a login bound to one relay never takes a turn from the others.
 create table relay.sweep (
