@@ -1,0 +1,400 @@
+"""When a relay claims, for whom and how much: wake-ups, slots, limits, several tenants, several relays."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import anyio
+import asyncpg
+import pytest
+
+from dispatch_core.errors import SchemaMismatchError, TenancyDeniedError
+from dispatch_core.migrate import grant
+from dispatch_core.models import DispatchStatus
+from relay_sdk import DispatchJob, Reply, run_relays
+from tests.support.databases import TestDatabase
+from tests.support.eventually import eventually
+from tests.support.relays import Jobs, new_relay, running
+
+SUCCEEDED, PENDING = DispatchStatus.SUCCEEDED, DispatchStatus.PENDING
+NEVER = {"poll_seconds": 600.0, "sweep_seconds": 600.0}
+
+
+async def test_a_ring_wakes_a_relay_that_would_not_poll_for_long(database: TestDatabase, gateway: Any) -> None:
+    relay = new_relay(database, **NEVER)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway)
+    async with running(relay):
+        assert relay.health().listener == "listening"
+        for n in range(1, 4):
+            job_id = await jobs.enqueue()
+            began = time.monotonic()
+            await jobs.ring()
+            await jobs.end(job_id)
+            assert time.monotonic() - began < 2
+            assert (relay.metrics.wakeups_by_notify, relay.metrics.polls) == (n, 1)
+
+
+async def test_without_a_ring_a_poll_finds_the_work(database: TestDatabase, gateway: Any) -> None:
+    relay = new_relay(database, poll_seconds=0.2)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway)
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        await jobs.end(await jobs.enqueue())
+        assert (relay.metrics.wakeups_by_notify, relay.metrics.wakeups_by_poll) == (0, 1)
+
+
+async def test_a_burst_of_rings_is_one_claim_and_maybe_one_more(database: TestDatabase, gateway: Any) -> None:
+    relay = new_relay(database, **NEVER)
+    relay.fallback(_nothing)
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        before = relay.metrics.claims
+        async with gateway.transaction():
+            # Distinct payloads, so that PostgreSQL does not fold them into one.
+            for n in range(500):
+                await gateway.execute("select pg_notify(relay.channel('wake', 'acme', 'erp'), $1)", f"no id {n}")
+        await eventually(lambda: relay.metrics.notifications == 500)
+        await eventually(lambda: relay._session is not None and relay._session._claimer.has_nothing_to_do)
+        assert relay.metrics.claims - before <= 3
+
+
+@pytest.mark.case("C08")
+async def test_garbage_on_the_wake_channel_is_a_ring_like_any_other(database: TestDatabase, gateway: Any) -> None:
+    """C08: payloads are a hint; what cannot be read costs one claim."""
+    relay = new_relay(database, **NEVER)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway)
+    async with running(relay):
+        for payload in ("zz", "{}", "00000000-0000-0000-0000-000000000000", "x" * 7000):
+            job_id = await jobs.enqueue()
+            await gateway.execute("select pg_notify(relay.channel('wake', 'acme', 'erp'), $1)", payload)
+            await jobs.ring()
+            await jobs.end(job_id)
+
+
+async def test_no_claim_is_made_while_no_slot_is_free(database: TestDatabase, gateway: Any) -> None:
+    go_on = asyncio.Event()
+    relay = new_relay(database, concurrency=2, **{**NEVER, "poll_seconds": 0.05})
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        await go_on.wait()
+
+    jobs = Jobs(gateway)
+    ids = await jobs.enqueue_many(5)
+    async with running(relay):
+        await eventually(lambda: relay.health().free == 0)
+        claims = relay.metrics.claims
+        for _ in range(5):
+            await jobs.ring()
+        polls = relay.metrics.polls
+        await eventually(lambda: relay.metrics.polls > polls + 2)
+        assert relay.metrics.claims == claims
+        assert relay.metrics.jobs_claimed == 2
+        go_on.set()
+        await jobs.ends(ids)
+
+
+async def test_a_full_claim_is_followed_by_another_at_once(database: TestDatabase, gateway: Any) -> None:
+    relay = new_relay(database, concurrency=10, claim_batch=5, **NEVER)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway)
+    ids = await jobs.enqueue_many(100)
+    async with running(relay):
+        await jobs.ends(ids)
+    assert relay.metrics.polls == 1
+
+
+async def test_a_delayed_job_runs_when_it_is_due_without_poll_or_ring(database: TestDatabase, gateway: Any) -> None:
+    relay = new_relay(database, **NEVER)
+    started: dict[bytes, float] = {}
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        started[job.body] = time.monotonic()
+
+    jobs = Jobs(gateway)
+    enqueued = time.monotonic()
+    ids = [await jobs.enqueue(body=b"later", delay=1.0), await jobs.enqueue(body=b"soon", delay=0.5)]
+    async with running(relay):
+        await jobs.ends(ids)
+    assert 0.5 <= started[b"soon"] - enqueued < 1.0
+    assert 1.0 <= started[b"later"] - enqueued < 2.0
+    assert relay.metrics.wakeups_by_timer == 2
+
+
+async def test_an_operation_at_its_limit_does_not_hold_up_the_others(database: TestDatabase, gateway: Any) -> None:
+    """Far more jobs of it than there are slots lie before the one that is quick."""
+    now: list[int] = []
+    most: list[int] = []
+    go_on = asyncio.Event()
+    relay = new_relay(database, concurrency=10)
+
+    @relay.handler("Slow", concurrency=2)
+    async def slow(job: DispatchJob) -> None:
+        now.append(1)
+        most.append(len(now))
+        await go_on.wait()
+        now.pop()
+
+    relay.handler("Quick")(_nothing)
+    jobs = Jobs(gateway)
+    slow_ids = await jobs.enqueue_many(60, "Slow")
+    quick = await jobs.enqueue("Quick")
+    async with running(relay):
+        assert (await jobs.end(quick)).status is SUCCEEDED
+        assert (await jobs.get(slow_ids[0])).status is DispatchStatus.CLAIMED
+        go_on.set()
+        results = await jobs.ends(slow_ids, timeout=40)
+    assert {(result.status, result.attempt) for result in results} == {(SUCCEEDED, 1)}
+    assert max(most) == 2
+
+
+async def test_a_job_that_waits_for_its_turn_keeps_its_lease(database: TestDatabase, gateway: Any) -> None:
+    relay = new_relay(database, lease_seconds=0.9, sweep_seconds=0.2)
+
+    @relay.handler("Slow", concurrency=1)
+    async def slow(job: DispatchJob) -> None:
+        await anyio.sleep(2.0)
+
+    jobs = Jobs(gateway)
+    ids = await jobs.enqueue_many(2, "Slow")
+    async with running(relay):
+        results = await jobs.ends(ids)
+    assert {(result.status, result.attempt) for result in results} == {(SUCCEEDED, 1)}
+    assert relay.metrics.leases_renewed > 0
+
+
+# --- several tenants -------------------------------------------------------------------------------------------------
+
+
+async def test_tenants_take_turns(database: TestDatabase, gateway: Any) -> None:
+    """A tenant with a long backlog does not keep the others waiting: each claim gives everybody a share."""
+    order: list[str] = []
+    relay = new_relay(database, tenants=["big", "small", "tiny"], concurrency=6)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        order.append(job.tenant_id)
+
+    big, small, tiny = (Jobs(gateway, tenant) for tenant in ("big", "small", "tiny"))
+    ids = await big.enqueue_many(200)
+    small_ids, tiny_ids = await small.enqueue_many(5), await tiny.enqueue_many(1)
+    async with running(relay):
+        await small.ends(small_ids)
+        await tiny.ends(tiny_ids)
+        await big.ends(ids)
+    assert max(n for n, tenant in enumerate(order) if tenant != "big") < 30
+
+
+async def test_more_tenants_than_slots_are_all_served(database: TestDatabase, gateway: Any) -> None:
+    tenants = [f"t{n:02}" for n in range(30)]
+    served: list[str] = []
+    relay = new_relay(database, tenants=tenants, concurrency=4, **NEVER)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        served.append(job.tenant_id)
+
+    everybody = {tenant: Jobs(gateway, tenant) for tenant in tenants}
+    ids = {tenant: await jobs.enqueue_many(3) for tenant, jobs in everybody.items()}
+    async with running(relay):
+        for tenant, jobs in everybody.items():
+            await jobs.ends(ids[tenant])
+    assert sorted(set(served)) == tenants
+    # Nobody was served twice before everybody was served once, but for those that shared a claim.
+    assert len(set(served[:40])) >= 25
+
+
+async def test_a_ring_claims_for_its_tenant_alone(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dispatch_core.dispatch import RelayDispatchRepository
+
+    asked: list[list[Any]] = []
+    claim = RelayDispatchRepository.claim
+
+    async def spy(self: Any, *args: Any, **options: Any) -> Any:
+        asked.append(list(options["tenants"]))
+        return await claim(self, *args, **options)
+
+    monkeypatch.setattr(RelayDispatchRepository, "claim", spy)
+    relay = new_relay(database, tenants=["a", "b", "c"], **NEVER)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway, "b")
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        job_id = await jobs.enqueue()
+        await jobs.ring()
+        await jobs.end(job_id)
+    assert asked[0] == ["a", "b", "c"]
+    assert {tuple(tenants) for tenants in asked[1:]} == {("b",)}
+
+
+async def test_a_login_that_is_not_bound_to_a_tenant_is_told_at_the_start(database: TestDatabase, admin: Any) -> None:
+    await admin.execute("create role relay_worker_of_acme login password 'relay'")
+    try:
+        await grant(database.admin_dsn, "relay_worker_of_acme", role="worker", tenant="acme", relay="erp")
+        dsn = database.dsn("relay_worker_of_acme")
+        for tenants, relay_id in ((["acme", "other"], "erp"), (["acme"], "crm")):
+            relay = new_relay(dsn, tenants=tenants, relay_id=relay_id)
+            relay.fallback(_nothing)
+            with pytest.raises(TenancyDeniedError):
+                await relay.run()
+    finally:
+        await admin.execute("drop owned by relay_worker_of_acme; drop role relay_worker_of_acme")
+
+
+async def test_a_tenant_taken_from_the_login_does_not_stop_the_others(
+    database: TestDatabase, gateway: Any, admin: Any
+) -> None:
+    await admin.execute("create role relay_worker_of_two login password 'relay'")
+    try:
+        for tenant in ("a", "b"):
+            await grant(database.admin_dsn, "relay_worker_of_two", role="worker", tenant=tenant, relay="erp")
+        relay = new_relay(database.dsn("relay_worker_of_two"), tenants=["a", "b"])
+        relay.fallback(_nothing)
+        a, b = Jobs(gateway, "a"), Jobs(gateway, "b")
+        async with running(relay):
+            await a.end(await a.enqueue())
+            await admin.execute("select relay.revoke_binding('relay_worker_of_two', 'worker', 'a', 'erp')")
+            lost = await a.enqueue()
+            assert (await b.end(await b.enqueue())).status is SUCCEEDED
+            assert (await a.get(lost)).status is PENDING
+            await grant(database.admin_dsn, "relay_worker_of_two", role="worker", tenant="a", relay="erp")
+            assert (await a.end(lost)).status is SUCCEEDED
+    finally:
+        await admin.execute("drop owned by relay_worker_of_two; drop role relay_worker_of_two")
+
+
+async def test_a_database_without_the_schema_is_named_at_the_start(bare_database: TestDatabase) -> None:
+    relay = new_relay(bare_database)
+    relay.fallback(_nothing)
+    with pytest.raises(SchemaMismatchError):
+        await relay.run()
+
+
+# --- several relays in one process -----------------------------------------------------------------------------------
+
+
+async def test_relays_of_one_process_share_their_connections(database: TestDatabase, gateway: Any, admin: Any) -> None:
+    relays = [new_relay(database, relay_id=name) for name in ("erp", "crm", "pim")]
+    for relay in relays:
+
+        @relay.fallback
+        async def handler(job: DispatchJob, name: str = relay.relay_id) -> Reply:
+            assert job.relay_id == name
+            return Reply(name)
+
+    async with running(*relays):
+        for relay in relays:
+            jobs = Jobs(gateway, relay_id=relay.relay_id)
+            job_id = await jobs.enqueue()
+            await jobs.ring()
+            assert (await jobs.end(job_id)).response_body == relay.relay_id.encode()
+        listeners = await admin.fetchval(
+            "select count(*) from pg_stat_activity where application_name like '%listener%'"
+            " and datname = current_database()"
+        )
+        assert listeners == 1
+
+
+async def test_relays_of_one_id_share_the_work_and_each_job_runs_once(database: TestDatabase, gateway: Any) -> None:
+    runs: list[Any] = []
+    relays = [new_relay(database, concurrency=20) for _ in range(3)]
+    for relay in relays:
+
+        @relay.fallback
+        async def handler(job: DispatchJob) -> None:
+            runs.append(job.job_id)
+            await asyncio.sleep(0.002)
+
+    jobs = Jobs(gateway)
+    ids = await jobs.enqueue_many(600)
+    await run_relays(relays, drain=True)
+    assert sorted(runs) == sorted(ids)
+    assert {(await jobs.get(job_id)).status for job_id in ids} == {SUCCEEDED}
+    assert all(relay.metrics.jobs_claimed for relay in relays)
+
+
+async def test_a_pool_of_the_caller_is_used_and_left_open(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RELAY_DISPATCH_DSN", raising=False)
+    from relay_sdk import Relay
+
+    async with asyncpg.create_pool(database.worker_dsn, min_size=1, max_size=4) as pool:
+        relay = Relay("erp", tenants=["acme"], pool=pool)
+        relay.fallback(_nothing)
+        jobs = Jobs(gateway)
+        ids = await jobs.enqueue_many(20)
+        async with running(relay):
+            assert relay.health().listener == "polling_only"
+            await jobs.ends(ids)
+        assert await pool.fetchval("select 1") == 1
+
+
+# --- draining --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_ends_when_the_backlog_is_empty_and_retries_are_a_part_of_it(
+    database: TestDatabase, gateway: Any
+) -> None:
+    relay = new_relay(database, concurrency=7)
+    failed: set[Any] = set()
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        if job.job_id.int % 3 == 0 and job.job_id not in failed:
+            failed.add(job.job_id)
+            raise OSError("the first time")
+
+    jobs = Jobs(gateway)
+    ids = await jobs.enqueue_many(60, max_attempts=2)
+    far = await jobs.enqueue(delay=250)
+    with anyio.fail_after(20):
+        await relay.run(drain=True)
+    assert {(await jobs.get(job_id)).status for job_id in ids} == {SUCCEEDED}
+    assert (await jobs.get(far)).status is PENDING
+    with anyio.fail_after(5):
+        await relay.run(drain=True)  # nothing to do
+
+
+# --- the cursor ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_released_job_under_a_constant_backlog_is_claimed_again_within_two_seconds(
+    database: TestDatabase, gateway: Any, worker: Any, admin: Any
+) -> None:
+    """DESIGN 4.4: it lies below the cursor, and no claim above that comes back short."""
+    relay = new_relay(database, concurrency=5, poll_seconds=600.0)
+    claimed_at: dict[Any, float] = {}
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        claimed_at[job.job_id] = time.monotonic()
+        await asyncio.sleep(0.01)
+
+    jobs = Jobs(gateway)
+    held_id = await jobs.enqueue()
+    held = (await Jobs(worker).repository.claim("erp", claimed_by="another")).jobs[0]
+    assert held.job_id == held_id
+    # As if it were ten seconds older, and so far below any cursor.
+    await admin.execute("set app.tenant_id = 'acme'")
+    await admin.execute("update relay.s2r_relay_dispatch_queue set seq = seq - 10000000 where job_id = $1", held_id)
+    ids = await jobs.enqueue_many(3000)  # six seconds of work at least
+    async with running(relay, grace_seconds=0):
+        await eventually(lambda: relay.metrics.claims - relay.metrics.claims_from_zero > 20)
+        released_at = time.monotonic()
+        await Jobs(worker).repository.release("erp", [("acme", held_id, held.fence, False)], claimed_by="another")
+        await eventually(lambda: held_id in claimed_at)
+        assert claimed_at[held_id] - released_at < 2.0
+        assert len(claimed_at) < len(ids), "there was no backlog any more"
+    assert relay.metrics.claims_from_zero < relay.metrics.claims / 10
+
+
+async def _nothing(job: DispatchJob) -> None: ...
