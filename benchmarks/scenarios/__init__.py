@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.model import Scenario
-from benchmarks.scenarios import bulk, claim, enqueue
+from benchmarks.scenarios import bulk, call, claim, drain, enqueue, wake
 
 __all__ = ["SCENARIOS"]
 
@@ -13,7 +13,10 @@ SCENARIOS: Final[dict[str, Scenario]] = {
     scenario.name: scenario
     for scenario in (
         claim.SCENARIO,
+        drain.SCENARIO,
         enqueue.SCENARIO,
         bulk.SCENARIO,
+        wake.SCENARIO,
+        call.SCENARIO,
     )
 }
