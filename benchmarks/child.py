@@ -19,6 +19,8 @@ from benchmarks.loops import run
 
 __all__ = ["Child", "Task", "child"]
 
+_ROOT = Path(__file__).resolve().parents[1]
+
 Task = Callable[..., Awaitable[Any]]
 """`async def task(ready, stop, **arguments) -> value that JSON can hold`"""
 
@@ -39,7 +41,7 @@ async def child(task: Task, **arguments: Any) -> AsyncIterator[Child]:
         "benchmarks.child",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=_ROOT,
         limit=64 * 1024 * 1024,
     )
     assert process.stdin is not None

@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with start_server(settings=SETTINGS, ephemeral=True) as server:
             document, results = run(
-                measure([SCENARIOS[name] for name in names], server, console, quick=options.quick, rounds=options.rounds)
+                measure(
+                    [SCENARIOS[name] for name in names], server, console, quick=options.quick, rounds=options.rounds
+                )
             )
     except (CheckFailedError, ConfigurationError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -44,7 +44,8 @@ async def describe(server: DevServer) -> Json:
     connection = await asyncpg.connect(server.admin_dsn)
     try:
         rows = await connection.fetch(
-            "select name, current_setting(name) as value from pg_settings where name = any ($1) order by name", _SETTINGS
+            "select name, current_setting(name) as value from pg_settings where name = any ($1) order by name",
+            _SETTINGS,
         )
         commits = await _durable_commits(connection)
         empty = await _round_trips(connection)

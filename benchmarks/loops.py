@@ -21,12 +21,8 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def loop_name() -> str:
-    """Return the name and version of the loop in use."""
-    try:
-        import uvloop
-    except ImportError:
-        return "asyncio"
-    return f"uvloop {uvloop.__version__}"
+    """Return the name of the loop in use."""
+    return "asyncio" if loop_factory() is None else "uvloop"
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

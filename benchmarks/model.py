@@ -92,7 +92,7 @@ class Scenario:
     contenders: Sequence[Contender]
     cases: Callable[[bool], Sequence[Case]]
     run: Callable[[Sandbox, Case, Contender], Awaitable[Sample]]
-    target: Callable[[Case], float | None] = lambda case: None
+    target: Callable[[Case], float | None] = lambda _: None
 
     def baseline(self, measured: Sequence[Measured]) -> Measured:
         """Return the best baseline: a good ratio against a slow one says nothing."""

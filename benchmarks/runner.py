@@ -38,7 +38,7 @@ async def run_scenario(
     *,
     quick: bool,
     rounds: int,
-    on_sample: Callable[[str], None] = lambda text: None,
+    on_sample: Callable[[str], None] = lambda _: None,
 ) -> list[CaseResult]:
     """Take all samples of one scenario.
 

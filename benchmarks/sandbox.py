@@ -70,7 +70,7 @@ class Sandbox:
         opened: list[Connection] = []
         try:
             for _ in range(count):
-                opened.append(await asyncpg.connect(dsn))
+                opened.append(await asyncpg.connect(dsn))  # noqa: PERF401 - what is open is closed, whatever happens
             yield opened
         finally:
             for connection in opened:
@@ -176,7 +176,8 @@ async def _install(server: DevServer, name: str) -> None:
 
 _FILL_OURS = """
 select count(*) from relay.enqueue(
-  $1, $2, array_fill($3::text, array[$7::int]), array_fill($4::text, array[$7::int]), array_fill($5::text, array[$7::int]),
+  $1, $2, array_fill($3::text, array[$7::int]), array_fill($4::text, array[$7::int]),
+  array_fill($5::text, array[$7::int]),
   array_fill($6::bytea, array[$7::int]), array_fill(1::bigint, array[$7::int]),
   array_fill($8::interval, array[$7::int]), array_fill(null::timestamptz, array[$7::int]),
   array_fill(null::interval, array[$7::int]))

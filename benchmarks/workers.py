@@ -37,7 +37,7 @@ async def relay_worker(ready: Ready, stop: asyncio.Event, *, dsn: str) -> list[l
         group.create_task(relay.run())
         async with asyncio.timeout(30):
             # Until the first claim has found nothing: from then on only a wake-up makes it look.
-            while relay.metrics.claims_empty == 0 or relay.health().listener != "listening":
+            while not (relay.metrics.claims_empty and relay.health().listener == "listening"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         ready()
         await stop.wait()
@@ -57,8 +57,7 @@ async def bare_worker(ready: Ready, stop: asyncio.Event, *, dsn: str) -> list[li
         while True:
             rung.clear()
             while jobs := await working.fetch(statements.CLAIM, TENANT, RELAY, "bare", new_id(), TTL, 100):
-                for job in jobs:
-                    starts.append([int(job["request_body"]), time.monotonic_ns()])
+                starts.extend([int(job["request_body"]), time.monotonic_ns()] for job in jobs)
                 await working.fetch(
                     statements.COMPLETE_NOTIFY,
                     TENANT,

@@ -1,1 +1,1 @@
-"""The hand-written side: the least code that does the same durable work with asyncpg. No SDK, no function, no tenancy."""
+"""The hand-written side: the least code that does the same durable work with asyncpg; no SDK, function or tenancy."""

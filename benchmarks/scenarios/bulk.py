@@ -17,7 +17,9 @@ from gateway_sdk import GatewayClient
 __all__ = ["SCENARIO"]
 
 _OURS = Contender("ours", "ours", "GatewayClient.enqueue_many, from DispatchRequest objects to committed rows")
-_BARE = Contender("bare", "baseline", "one INSERT a batch out of arrays, request and queue, from lists to committed rows")
+_BARE = Contender(
+    "bare", "baseline", "one INSERT a batch out of arrays, request and queue, from lists to committed rows"
+)
 
 
 async def _ours(sandbox: Sandbox, jobs: int, batch: int) -> tuple[float, list[UUID]]:
@@ -70,5 +72,5 @@ SCENARIO = Scenario(
     contenders=(_OURS, _BARE),
     cases=_cases,
     run=_run,
-    target=lambda case: 0.85,
+    target=lambda _: 0.85,
 )

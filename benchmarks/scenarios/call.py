@@ -1,7 +1,7 @@
 """Request and reply, one after another: from the start of the call to the result at the caller.
 
-The relay is another process and echoes the body. Ours: `TenantClient.call` and `Relay`. The bare side: INSERT and NOTIFY;
-claim; result and NOTIFY; one SELECT of the result.
+The relay is another process and echoes the body. Ours: `TenantClient.call` and `Relay`. The bare side: INSERT and
+NOTIFY; claim; result and NOTIFY; one SELECT of the result.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
         results=found["results"],
     )
     times = times[_WARM:]
-    return Sample(
-        percentile(times, 0.5), checks, {"p90_ms": percentile(times, 0.9), "p99_ms": percentile(times, 0.99)}
-    )
+    return Sample(percentile(times, 0.5), checks, {"p90_ms": percentile(times, 0.9), "p99_ms": percentile(times, 0.99)})
 
 
 def _cases(quick: bool) -> Sequence[Case]:
@@ -108,5 +106,5 @@ SCENARIO = Scenario(
     contenders=(_OURS, _BARE),
     cases=_cases,
     run=_run,
-    target=lambda case: 1.4,
+    target=lambda _: 1.4,
 )

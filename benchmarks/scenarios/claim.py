@@ -1,7 +1,7 @@
 """Claims of one relay by concurrent claimers, each on a connection of its own, until the backlog is taken.
 
-Ours: `RelayDispatchRepository.claim`, so with the objects that a relay gets, always from cursor zero. The bare side takes
-the rows by one statement and reads the request beside them; `bare-ids` leaves the request unread.
+Ours: `RelayDispatchRepository.claim`, so with the objects that a relay gets, always from cursor zero. The bare side
+takes the rows by one statement and reads the request beside them; `bare-ids` leaves the request unread.
 """
 
 from __future__ import annotations
@@ -111,6 +111,5 @@ SCENARIO = Scenario(
     contenders=(_OURS, _BARE, _BARE_IDS),
     cases=_cases,
     run=_run,
-    target=lambda case: 0.90,
+    target=lambda _: 0.90,
 )
-

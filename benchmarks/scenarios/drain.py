@@ -1,11 +1,11 @@
 """A backlog drained by one process whose handlers do nothing.
 
-Ours: a `Relay` in this process, with its claimer, executor and completer. The baselines are bare loops of calls of our own
-claim and complete functions on 1, 2 and 4 connections, batches of 500, in the same kind of event loop; the best of them
-counts. `sql-2` is such a loop by hand-written statements on the bare tables.
+Ours: a `Relay` in this process, with its claimer, executor and completer. The baselines are bare loops of calls of our
+own claim and complete functions on 1, 2 and 4 connections, batches of 500, in the same kind of event loop; the best of
+them counts. `sql-2` is such a loop by hand-written statements on the bare tables.
 
-Jobs per second from the first claim to the last completion, by the database's clock: starting and stopping a relay is no
-part of it.
+Jobs per second from the first claim to the last completion, by the database's clock: starting and stopping a relay is
+no part of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
     found = await sandbox.counts(side)
     check(0, queued=found["queued"])
     checks = check(
-        case.jobs, handled=len(handled), distinct=len(set(handled)), succeeded=found["succeeded"], results=found["results"]
+        case.jobs,
+        handled=len(handled),
+        distinct=len(set(handled)),
+        succeeded=found["succeeded"],
+        results=found["results"],
     )
     return Sample(case.jobs / await sandbox.completion_span(side), checks)
 
@@ -81,5 +85,5 @@ SCENARIO = Scenario(
     contenders=(_OURS, *_LOOPS, _SQL),
     cases=_cases,
     run=_run,
-    target=lambda case: 0.85,
+    target=lambda _: 0.85,
 )

@@ -30,7 +30,9 @@ _POOL: Final = 10
 
 _OURS = Contender("ours", "ours", "GatewayClient.enqueue with its defaults")
 _BARE = Contender("bare", "baseline", f"one INSERT (request and queue) a call, on a pool of {_POOL}, no wake-up")
-_FUNCTION = Contender("function", "reference", f"RelayDispatchRepository.enqueue a call, on a pool of {_POOL}, no wake-up")
+_FUNCTION = Contender(
+    "function", "reference", f"RelayDispatchRepository.enqueue a call, on a pool of {_POOL}, no wake-up"
+)
 
 Enqueue = Callable[[], Awaitable[UUID]]
 
