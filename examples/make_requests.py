@@ -63,7 +63,7 @@ def run_report(rng: random.Random, reference: str) -> dict[str, object]:
 
 
 def reserve_stock(rng: random.Random, reference: str) -> dict[str, object]:
-    failures = rng.choices((0, 1, 2, 9), (45, 30, 20, 5))[0]
+    failures = rng.choices((0, 1, 2, 9), (40, 30, 20, 10))[0]
     return {
         "relay": "erp",
         # The warehouse refuses the first tries: once or twice is mended by another, nine times is not.

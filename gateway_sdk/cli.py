@@ -39,7 +39,7 @@ jobs = typer.Typer(help="Enqueue, look at, wait for and withdraw jobs.", no_args
 
 TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="Whose job it is.")]
 JobArgument = Annotated[UUID, typer.Argument(metavar="JOB_ID")]
-JobsArgument = Annotated[list[UUID], typer.Argument(metavar="JOB_ID...")]
+JobsArgument = Annotated[list[UUID], typer.Argument(metavar="JOB_ID")]
 TimeoutOption = Annotated[
     float | None,
     typer.Option("--timeout", min=0, metavar="SECONDS", help="Wait at most so long; else to the deadline."),

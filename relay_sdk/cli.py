@@ -47,7 +47,7 @@ def _group() -> None:
 @relay.command()
 def run(
     targets: Annotated[
-        list[str], typer.Argument(metavar="MODULE:RELAY...", help="Where the relays are, as in myapp.relays:erp.")
+        list[str], typer.Argument(metavar="MODULE:RELAY", help="Where the relays are, as in myapp.relays:erp.")
     ],
     drain: Annotated[
         bool, typer.Option("--drain", help="Work off what there is, what is soon to be tried again too, and end.")
@@ -91,6 +91,8 @@ def run(
             # A listening DSN of the environment belongs to the DSN of the environment.
             others = loaded.core.model_dump(exclude={"dsn", "listen_dsn"})
             loaded.core = CoreSettings.load(**others, dsn=dsn)
+        if loaded.pool is None:
+            loaded.core.require_dsn()
     report = _Report(relays, output)
     if stop_with_stdin:
         threading.Thread(target=_stop_with_stdin, name="relay-dispatch stdin", daemon=True).start()

@@ -80,12 +80,12 @@ def _import(name: str, directory: str) -> ModuleType:
 
 
 def _where(error: BaseException) -> str:
-    """Return the deepest place in code that is not Python's own machinery nor this package."""
-    own = str(Path(__file__).parent)
+    """Return the deepest place in code that is neither Python's import machinery nor ours."""
+    ours = tuple(str(Path(__file__).parents[1] / package) for package in ("dispatch_core", "relay_sdk"))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<frozen", own)) and "importlib" not in frame.filename
+        if not frame.filename.startswith(("<frozen", *ours)) and "importlib" not in frame.filename
     ]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 

@@ -30,7 +30,7 @@ RELAYS: Final = ("relay_sdk.demo_handlers:erp", "relay_sdk.demo_handlers:archive
 """By name: a gateway never imports the relays' side."""
 
 READY_SECONDS: Final = 30.0
-STOP_SECONDS: Final = 20.0
+STOP_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -94,6 +94,8 @@ class RelayFleet:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONUTF8": "1",
             "RELAY_DISPATCH_DSN": worker_dsn,
+            # Whoever ends a demo early does not want to wait for its slow handlers.
+            "RELAY_GRACE_SECONDS": "2",
         }
         self._members: list[_RelayProcess] = []
 
@@ -147,6 +149,8 @@ class RelayFleet:
             for member in self._members:
                 await member.process.wait()
         self.kill()
+        for member in self._members:
+            await member.process.aclose()
 
     def kill(self) -> None:
         """End at once whatever still runs. Idempotent: yes."""

@@ -135,8 +135,11 @@ def print_report(report: DemoReport, console: Console) -> None:
     facts.add_row("Time", ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items()))
     console.print(facts)
     console.print()
-    for bad in report.skipped:
-        console.print(Text.assemble(("- ", "yellow"), f"line {bad.line} was skipped: {bad.reason}"))
+    if report.skipped:
+        # Each was told with its reason before anything was sent.
+        numbers = ", ".join(str(bad.line) for bad in report.skipped[:10])
+        more = ", …" if len(report.skipped) > 10 else ""
+        console.print(Text.assemble(("- ", "yellow"), f"{len(report.skipped)} bad lines were skipped: {numbers}{more}"))
     for check in report.checks:
         mark = ("✓ ", "green") if check.ok else ("✗ ", "bold red")
         console.print(Text.assemble(mark, check.text))
@@ -146,7 +149,7 @@ def print_report(report: DemoReport, console: Console) -> None:
 
 
 def _table(report: DemoReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), title_justify="left", show_footer=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False, show_footer=True)
     total = _row("", "", report.endings)
     table.add_column("tenant", "all")
     table.add_column("operation")

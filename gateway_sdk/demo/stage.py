@@ -82,7 +82,7 @@ async def _drop(admin_dsn: str, name: str) -> None:
     try:
         with mapped_errors():
             await conn.execute(
-                await conn.fetchval("select format('drop database if exists %I with (force)', $1)", name)
+                await conn.fetchval("select format('drop database if exists %I with (force)', $1::text)", name)
             )
     finally:
         await close_connection(conn)

@@ -1,0 +1,272 @@
+"""The demo, shortened: a gateway, two relay processes, a database; and what it reads and says."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import anyio
+import asyncpg
+import pytest
+
+from dispatch_core.dev.postgres import DevServer
+from dispatch_core.models import DispatchStatus
+from gateway_sdk.cli_demo import _own_requests
+from gateway_sdk.demo.audit import StoredJob, audit
+from gateway_sdk.demo.lines import BadLine, DemoLine, read_lines
+from gateway_sdk.demo.relays import RelayReport
+from gateway_sdk.demo.report import percentile, rows_of
+from gateway_sdk.demo.traffic import Ending
+from tests.support.cli import COMMAND, Ended, environment, spawn_cli
+from tests.support.eventually import eventually
+
+REQUESTS = Path(__file__).parents[1] / "examples" / "requests.jsonl"
+
+
+def some_lines() -> list[str]:
+    """Return about thirty of the demo's own lines, of every operation, and its two bad ones."""
+    chosen: list[str] = []
+    seen: Counter[str] = Counter()
+    for line in REQUESTS.read_text().splitlines():
+        try:
+            operation = json.loads(line)["operation"]
+        except ValueError:
+            operation = "bad"
+        if '"x-priority":1' in line:
+            operation = "bad"
+        if seen[operation] < {"RunReport": 2, "QuoteNow": 2}.get(operation, 7):
+            seen[operation] += 1
+            chosen.append(line)
+    return chosen
+
+
+async def demo(server: DevServer, *arguments: str, stdin: str | None = None) -> Ended:
+    return await spawn_cli(
+        *("demo", "--dsn", server.admin_dsn, "--rate", "0", *arguments), stdin=None if stdin is None else stdin.encode()
+    )
+
+
+async def demo_databases(server: DevServer) -> set[str]:
+    connection = await asyncpg.connect(server.admin_dsn)
+    try:
+        rows = await connection.fetch("select datname from pg_database where datname like 'relay_dispatch_demo%'")
+        return {row["datname"] for row in rows}
+    finally:
+        await connection.close()
+
+
+# --- the whole of it --------------------------------------------------------------------------------------------------
+
+
+async def test_the_demo_ends_every_request_once_and_says_so_as_one_document(server: DevServer, tmp_path: Path) -> None:
+    lines = some_lines()
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(["# a comment", "", *lines]))
+    ended = await demo(server, "--input", str(path), "--json")
+    assert ended.code == 0, ended.err
+    report = ended.document
+    sent = len(lines) - 2
+    assert report["ok"] is True
+    assert [check for check in report["checks"] if not check["ok"]] == []
+    assert (report["requests"]["sent"], report["requests"]["accepted"]) == (sent, sent)
+    bad = [number for number, line in enumerate(lines, start=3) if not line.endswith("}") or '"x-priority":1' in line]
+    assert [skipped["line"] for skipped in report["requests"]["skipped"]] == bad
+    assert all(f"line {number} is skipped" in ended.err for number in bad)
+    rows = report["rows"]
+    assert sum(row["sent"] for row in rows) == sent
+    ends = Counter[str]()
+    for row in rows:
+        assert row["succeeded"] + row["failed"] + row["expired"] == row["sent"]
+        assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
+        for status in ("succeeded", "failed", "expired"):
+            ends[f"{row['operation']} {status}"] += row[status]
+    assert ends["QuoteNow expired"] == 2
+    assert ends["SendFax failed"] == 7
+    assert ends["HashDocument succeeded"] == ends["TotalOrder succeeded"] == 7
+    assert sum(row["retried"] for row in rows if row["operation"] == "ReserveStock") > 0
+    # Both processes were there, and what they say adds up to what is stored.
+    assert len(report["relays"]) == 2
+    counts = [counts for relay in report["relays"] for counts in relay["instances"].values()]
+    assert sum(c["jobs_succeeded"] for c in counts) == sum(row["succeeded"] for row in rows)
+    assert report["wake_ups"]["relays_by_notify"] > 0
+    assert report["wake_ups"]["results_by_notify"] > 0
+    assert await demo_databases(server) == set()
+
+
+async def test_the_demo_reads_stdin_prints_tables_and_fails_where_a_line_is_not_as_expected(server: DevServer) -> None:
+    lines = [
+        {"tenant": "me", "relay": "erp", "operation": "Echo", "body": "hello", "expect": {"status": "succeeded"}},
+        {"tenant": "me", "relay": "erp", "operation": "Echo", "json": {"n": 1}, "expect": {"json": {"n": 2}}},
+    ]
+    ended = await demo(server, "-i", "-", stdin="\n".join(map(json.dumps, lines)))
+    assert ended.code == 1, ended.err
+    assert "✓ 2 of 2 jobs ended, each with one stored result, none is left" in ended.out
+    assert "✗ 1 of 2 ended as their line expects (line 2: another answer)" in ended.out
+    assert "Echo" in ended.out
+
+
+async def test_an_input_without_a_good_line_is_a_usage_error_and_starts_nothing(
+    server: DevServer, tmp_path: Path
+) -> None:
+    ended = await demo(server, "-i", "-", stdin="nothing\n{}")
+    assert (ended.code, ended.out) == (2, "")
+    assert "line 1 is skipped: not JSON" in ended.err
+    assert "PostgreSQL is up" not in ended.err
+    missing = await demo(server, "-i", str(tmp_path / "none"))
+    assert (missing.code, "cannot be read" in missing.err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+async def test_the_demo_leaves_no_process_behind_however_it_is_ended(server: DevServer, name: str) -> None:
+    slow = {"tenant": uuid4().hex, "relay": "archive", "operation": "RunReport", "json": {"seconds": 60}, "ttl": 60}
+    command = [*COMMAND, "demo", "--dsn", server.admin_dsn, "--input", "-"]
+    connection = await asyncpg.connect(server.admin_dsn)
+    try:
+        async with await anyio.open_process(command, env=environment()) as process:
+            assert process.stdin is not None
+            assert process.stderr is not None
+            await process.stdin.send(json.dumps(slow).encode())
+            await process.stdin.aclose()
+            polls = "datname like 'relay_dispatch_demo%' and query like '%relay.poll(%'"
+            waits = f"select count(*) from pg_stat_activity where {polls} and pid <> pg_backend_pid()"
+            await eventually(lambda: connection.fetchval(waits), 30)
+            assert relays_of(slow["tenant"])
+            process.send_signal(signal.Signals[name])
+            with anyio.fail_after(60):
+                code = await process.wait()
+                said = b"".join([part async for part in process.stderr]).decode()
+        assert code == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[name]
+        if name != "SIGKILL":
+            # In order: the relays were waited for, and the database is gone.
+            assert "stopped: 1 of 1 sent, 0 ended" in said
+            assert "Traceback" not in said
+            assert relays_of(slow["tenant"]) == []
+            assert await demo_databases(server) == set()
+        await eventually(lambda: not relays_of(slow["tenant"]), 40)
+    finally:
+        for left in await demo_databases(server):
+            await connection.execute(f'drop database "{left}" with (force)')
+        await connection.close()
+
+
+def relays_of(tenant: Any) -> list[int]:
+    """Return the relay processes that serve a tenant, whose name is in their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if tenant in arguments and "run" in arguments:
+            found.append(int(path.parent.name))
+    return found
+
+
+# --- its requests -----------------------------------------------------------------------------------------------------
+
+
+def test_the_requests_are_what_their_generator_writes() -> None:
+    made = subprocess.run(
+        [sys.executable, str(REQUESTS.with_name("make_requests.py"))], capture_output=True, check=True, text=True
+    )
+    assert made.stdout == REQUESTS.read_text()
+    assert _own_requests() == REQUESTS
+    assert REQUESTS.stat().st_size < 200_000
+
+
+def test_the_requests_are_500_good_ones_of_3_tenants_and_6_operations_and_two_bad_ones() -> None:
+    read = list(read_lines(REQUESTS.read_bytes().splitlines()))
+    good = [line for line in read if isinstance(line, DemoLine)]
+    assert (len(good), len(read)) == (500, 502)
+    assert len({line.tenant for line in good}) == 3
+    assert {line.operation for line in good} == {
+        "TotalOrder", "HashDocument", "RunReport", "ReserveStock", "QuoteNow", "SendFax",
+    }  # fmt: skip
+    document = next(line for line in good if line.operation == "HashDocument").request().body
+    assert isinstance(document, bytes)
+    assert len(document) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"\xff", "not UTF-8 (byte 1)"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"tenant":"a","relay":"b"}', "operation missing"),
+        (b'{"tenant":"","relay":"b","operation":"c"}', "tenant must not be empty"),
+        (b'{"tenant":"a","relay":"b","operation":"\\ud800"}', "lone surrogate"),
+        (b'{"tenant":"a","relay":"b","operation":"c","body":"x","json":1}', "one of json, body and document"),
+        (b'{"tenant":"a","relay":"b","operation":"c","body":7}', "body must be text"),
+        (b'{"tenant":"a","relay":"b","operation":"c","json":NaN}', "nan"),
+        (b'{"tenant":"a","relay":"b","operation":"c","document":{"kb":-1,"seed":1}}', "document"),
+        (b'{"tenant":"a","relay":"b","operation":"c","headers":{"x":1}}', "header 'x'"),
+        (b'{"tenant":"a","relay":"b","operation":"c","ttl":0}', "ttl must be positive"),
+        (b'{"tenant":"a","relay":"b","operation":"c","max_attempts":0}', "max_attempts"),
+        (b'{"tenant":"a","relay":"b","operation":"c","expect":{"status":"done"}}', "no such status"),
+        (b'{"tenant":"a","relay":"b","operation":"c","colour":"red"}', "unknown field 'colour'"),
+    ],
+)
+def test_a_bad_line_is_told_by_number_and_reason(line: bytes, reason: str) -> None:
+    (bad,) = read_lines([b"# comment", b"", line])
+    assert isinstance(bad, BadLine)
+    assert bad.line == 3
+    assert reason in bad.reason
+
+
+# --- its check --------------------------------------------------------------------------------------------------------
+
+
+def ending(line: DemoLine, status: DispatchStatus = DispatchStatus.SUCCEEDED) -> Ending:
+    return Ending(line, job_id=uuid4(), status=status, attempt=1, seconds=0.01)
+
+
+def a_run() -> tuple[list[Ending], dict[Any, StoredJob], list[RelayReport]]:
+    (line,) = read_lines([b'{"tenant":"a","relay":"erp","operation":"Echo"}'])
+    assert isinstance(line, DemoLine)
+    endings = [ending(line), ending(line)]
+    stored = {e.job_id: StoredJob("succeeded", 1, 1, "relay-1", True) for e in endings}
+    return endings, stored, [RelayReport("one", {"relay-1": {"jobs_succeeded": 2, "handlers_started": 2}})]
+
+
+def failing(*run: Any) -> list[str]:
+    return [check.name for check in audit(*run) if not check.ok]
+
+
+@pytest.mark.invariant("I1")
+def test_the_check_sees_what_is_lost_left_doubled_or_told_otherwise() -> None:
+    """I1, as far as the demo can see it."""
+    endings, stored, relays = a_run()
+    assert failing(endings, stored, relays) == []
+    first = endings[0].job_id
+    assert failing(endings, {k: v for k, v in stored.items() if k != first}, relays)[:2] == [
+        "ended exactly once",
+        "relay",
+    ]
+    left = stored | {first: StoredJob("pending", 0, 1, None, False)}
+    assert failing(endings, left, relays)[:3] == ["ended exactly once", "answers", "relay"]
+    foreign = stored | {uuid4(): StoredJob("expired", 0, 1, None, True)}
+    assert failing(endings, foreign, relays) == ["ended exactly once"]
+    twice = [RelayReport("one", {"relay-1": {"jobs_succeeded": 3, "handlers_started": 2}})]
+    assert failing(endings, stored, twice) == ["relay"]
+    again = stored | {first: StoredJob("succeeded", 2, 1, "relay-1", True)}
+    assert failing(endings, again, relays) == ["attempts"]
+    endings[0].status, endings[0].lost = None, "S2R-DATABASE-UNAVAILABLE: away"
+    assert failing(endings, stored, relays) == ["answers"]
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentile([], 50) is None
+    assert percentile([7.0], 99) == 7.0
+    values = [float(n) for n in range(1, 101)]
+    assert [percentile(values, p) for p in (50, 95, 99)] == [50.0, 95.0, 99.0]
+    endings, *_ = a_run()
+    (row,) = rows_of(endings)
+    assert (row.sent, row.succeeded, row.retried, row.p99_ms) == (2, 2, 0, 10.0)
