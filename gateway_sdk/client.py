@@ -194,12 +194,13 @@ class GatewayClient:
         _traceback: TracebackType | None,
     ) -> None:
         runtime.is_closed = True
+        runtime.lanes.stop()
         runtime.waiter.close(runtime.closed_error)
         if runtime.cause is not None:
             return
         # Shielded: also where the block was cancelled, what was promised is sent, within a bound.
         with anyio.move_on_after(self._settings.close_timeout_seconds, shield=True):
-            await runtime.lanes.close()
+            await runtime.lanes.drain()
         # The doorbell, when it is cancelled, sends what waits.
 
 
@@ -208,6 +209,7 @@ def _failed(runtime: Runtime, error: BaseException) -> None:
     if runtime.cause is None:
         runtime.cause = error
         runtime.is_closed = True
+        runtime.lanes.stop()
         runtime.waiter.close(runtime.closed_error)
 
 

@@ -45,6 +45,7 @@ Polled: TypeAlias = tuple[DispatchResult | None, float]
 """Where a job stands (None: unknown), and a monotonic time that is not after its deadline."""
 
 _BUSY_TRIES: Final = 5
+_POLL_REPEATS: Final = 2
 _BACKOFF_BASE: Final = 0.05
 _BACKOFF_CAP: Final = 1.0
 
@@ -65,10 +66,10 @@ class TenantLanes(Generic[In, Out]):
         self._closed = False
 
     def __getitem__(self, tenant: str) -> Batcher[In, Out]:
+        if self._closed:
+            raise ClientClosedError
         lane = self._lanes.get(tenant)
         if lane is None:
-            if self._closed:
-                raise ClientClosedError
             lane = self._lanes[tenant] = self._make(tenant)
             self._start_soon(lane.run)
         return lane
@@ -85,11 +86,12 @@ class TenantLanes(Generic[In, Out]):
             lane.close()
             del self._lanes[tenant], self._seen[tenant]
 
-    async def close(self) -> None:
-        """Take no more, and wait until what was given has its answers."""
+    def stop(self) -> None:
+        """Take no more."""
         self._closed = True
-        for lane in self._lanes.values():
-            lane.close()
+
+    async def drain(self) -> None:
+        """Wait until what was given has its answers."""
         for lane in list(self._lanes.values()):
             await lane.drain()
 
@@ -124,9 +126,15 @@ class Lanes:
         for lanes in (self.enqueue, self.poll, self.expire):
             lanes.drop_idle()
 
-    async def close(self) -> None:
+    def stop(self) -> None:
+        """Take no more."""
         for lanes in (self.enqueue, self.poll, self.expire):
-            await lanes.close()
+            lanes.stop()
+
+    async def drain(self) -> None:
+        """Wait until what was given has its answers."""
+        for lanes in (self.enqueue, self.poll, self.expire):
+            await lanes.drain()
 
     # --- enqueue ---
 
@@ -193,8 +201,6 @@ class Lanes:
             flush,
             max_items=self._settings.poll_batch_items,
             concurrency=2,
-            idempotent=True,
-            retries=2,
             splits=_is_fault_of_one_row,
         )
 
@@ -206,7 +212,18 @@ class Lanes:
             sent_at = time.monotonic()
             return await RelayDispatchRepository(conn, tenant).poll_many(job_ids)
 
-        results = await bounded(self._database, self._settings.poll_timeout_seconds, read)
+        backoff = Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
+        until = time.monotonic() + self._settings.poll_timeout_seconds
+        while True:
+            try:
+                results = await bounded(self._database, until - time.monotonic(), read)
+                break
+            except (DatabaseUnavailableError, DatabaseBusyError):
+                # After a restart every pooled connection is dead, and the second try finds a new one.
+                pause = backoff.next()
+                if backoff.attempt > _POLL_REPEATS or time.monotonic() + pause >= until:
+                    raise
+            await anyio.sleep(pause)
         self._counters.polled += len(job_ids)
         self._counters.poll_statements += 1
         total = 0

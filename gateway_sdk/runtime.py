@@ -9,7 +9,7 @@ import anyio
 
 from dispatch_core.database import Database
 from dispatch_core.doorbell import Doorbell
-from dispatch_core.errors import ClientClosedError, RelayDispatchError
+from dispatch_core.errors import ClientClosedError
 from dispatch_core.listener import Listener
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.lanes import Lanes
@@ -38,23 +38,19 @@ class Runtime:
     """What took the client down, if something did."""
 
     def check_open(self, job_id: UUID | None = None) -> None:
-        """Raise ClientClosedError where the client is closed."""
+        """Raise ClientClosedError where the client is closed, or has failed."""
         if self.is_closed:
-            raise self.closed_error(job_id)
+            raise self.closed_error(job_id) from self.cause
+
+    def check_alive(self, job_id: UUID | None = None) -> None:
+        """Raise ClientClosedError where the client has failed, which is then what lies behind the error at hand."""
+        if self.cause is not None:
+            raise self.closed_error(job_id) from self.cause
 
     def closed_error(self, job_id: UUID | None = None) -> ClientClosedError:
         """Make the error of a call that the end of the client has cut off."""
-        about = f"while job {job_id} was waited for; the job goes on" if job_id else "nothing was sent"
-        if self.cause is None:
-            return ClientClosedError(f"the client is closed: {about}", job_id=job_id)
-        error = ClientClosedError(f"the client failed ({self.cause!r}): {about}", job_id=job_id)
+        why = "the client was closed" if self.cause is None else f"the client failed ({self.cause!r})"
+        about = f" while job {job_id} was under way; what is stored of it goes on" if job_id else ""
+        error = ClientClosedError(why + about, job_id=job_id)
         error.__cause__ = self.cause
         return error
-
-    def blame(self, error: RelayDispatchError, job_id: UUID | None = None) -> RelayDispatchError:
-        """Return the error to raise: the client's own end, where that is what lies behind `error`."""
-        if self.cause is None:
-            return error
-        closed = ClientClosedError(f"the client failed ({self.cause!r}): {error}", job_id=job_id)
-        closed.__cause__ = self.cause
-        return closed

@@ -113,7 +113,8 @@ class TenantClient:
             await self._runtime.lanes.enqueue[self._tenant].submit((row, notify, give_up_at), row.size)
         except DatabaseError as error:
             error.job_id = row.job_id
-            raise self._runtime.blame(error, row.job_id) from error.__cause__
+            self._runtime.check_alive(row.job_id)
+            raise
         return row.job_id
 
     async def enqueue_many(
@@ -283,7 +284,8 @@ class TenantClient:
             result, _ = await self._runtime.lanes.poll[self._tenant].submit(wanted, self._runtime.lanes.poll_size)
         except DatabaseError as error:
             error.job_id = wanted
-            raise self._runtime.blame(error, wanted) from error.__cause__
+            self._runtime.check_alive(wanted)
+            raise
         return result
 
     async def poll_many(self, job_ids: Iterable[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
@@ -321,7 +323,8 @@ class TenantClient:
             return await self._runtime.lanes.expire[self._tenant].submit(wanted)
         except DatabaseError as error:
             error.job_id = wanted
-            raise self._runtime.blame(error, wanted) from error.__cause__
+            self._runtime.check_alive(wanted)
+            raise
 
     # --- pieces ---------------------------------------------------------------------------------------------------
 
@@ -402,7 +405,8 @@ class TenantClient:
                 if is_busy and (error.sqlstate == _LOCK_TIMEOUT or backoff.attempt >= 5):
                     raise
                 if time.monotonic() + pause >= give_up_at:
-                    raise self._runtime.blame(error, job_id) from error.__cause__
+                    raise
+                self._runtime.check_alive(job_id)
             await anyio.sleep(pause)
 
     def _chunks(self, rows: Sequence[EnqueueRow]) -> list[Sequence[EnqueueRow]]:
