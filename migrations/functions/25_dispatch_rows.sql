@@ -1,6 +1,7 @@
 -- role: relay_api
 --
--- What is done to queue rows that the caller has found and locked: internal, no login may call any of it.
+-- What is done to queue rows that the caller has found and locked: internal, no login may call any of it. The verbs that do
+-- run as relay_api already and have pinned their search_path, so there is no SECURITY DEFINER here.
 --
 --   relay.ready_jobs   delayed -> ready
 --   relay.take_jobs    ready -> claimed
@@ -22,10 +23,9 @@
 -- that had waited for a heartbeat found no row.) Between the two the row is locked, so its ctid cannot change.
 
 create or replace function relay.ready_jobs(p_tenant text, p_rows tid[]) returns void
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
-set enable_nestloop = off set enable_hashjoin = on set jit = off
+set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
 as $$
 begin
   update relay.s2r_relay_dispatch_queue q set state = 'ready', available_at = null
@@ -37,10 +37,9 @@ create or replace function relay.take_jobs(
   p_tenant text, p_rows tid[], p_claimed_by text, p_claim_id uuid, p_at timestamptz, p_until timestamptz)
 returns table (
   job_id uuid, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz)
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
-set enable_nestloop = off set enable_hashjoin = on set jit = off
+set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
 as $$
 begin
   return query
@@ -52,10 +51,9 @@ begin
 end $$;
 
 create or replace function relay.renew_jobs(p_tenant text, p_rows tid[], p_until timestamptz) returns void
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
-set enable_nestloop = off set enable_hashjoin = on set jit = off
+set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
 as $$
 begin
   update relay.s2r_relay_dispatch_queue q set lease_expires_at = p_until
@@ -74,10 +72,9 @@ create or replace function relay.end_jobs(
 returns table (
   n bigint, job_id uuid, relay_id text, status text, claimed_by text, attempt bigint, max_attempts bigint, fence bigint,
   seq bigint, created_at timestamptz, expires_at timestamptz)
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
-set enable_nestloop = off set enable_hashjoin = on set jit = off
+set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
 as $$
 begin
   return query
@@ -119,10 +116,9 @@ create or replace function relay.return_jobs(
   p_tenant text, p_at timestamptz, p_ns bigint[], p_rows tid[], p_give_backs boolean[], p_delays interval[],
   p_error_codes text[], p_error_messages text[])
 returns table (n bigint, job_id uuid, relay_id text, status text)
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
-set enable_nestloop = off set enable_hashjoin = on set jit = off
+set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
 -- A delay of a day is 24 hours, also where the session's time zone changes its clocks.
 set timezone = 'UTC'
 as $$
@@ -163,10 +159,9 @@ end $$;
 
 -- Guarantees: the jobs are gone, whole, in one statement. Returns how many.
 create or replace function relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) returns bigint
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
-set enable_nestloop = off set enable_hashjoin = on set jit = off
+set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_count bigint;

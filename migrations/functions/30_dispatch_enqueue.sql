@@ -17,7 +17,7 @@ returns table (n bigint, inserted boolean)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 -- A ttl of a day is 24 hours, also where the session's time zone changes its clocks.
 set timezone = 'UTC'
 as $$

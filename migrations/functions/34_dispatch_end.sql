@@ -12,6 +12,7 @@ returns table (n bigint, outcome text, relay_id text, was_claimed boolean)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off set jit = off
+set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
@@ -39,7 +40,7 @@ returns table (tenant_id text, relay_id text, job_id uuid, status text)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, p_relay);
@@ -78,7 +79,7 @@ create or replace function relay.purge(p_tenant text, p_keep interval, p_limit b
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 set timezone = 'UTC'
 as $$
 declare

@@ -10,7 +10,7 @@ create or replace function relay.tenants_due(p_name text, p_relay text, p_keep i
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 set timezone = 'UTC'
 as $$
 declare
