@@ -31,11 +31,10 @@ from __future__ import annotations
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal, TypeAlias
 
 import anyio
-import asyncpg
 from anyio.abc import TaskStatus
 
 from dispatch_core.backoff import Backoff
@@ -47,6 +46,7 @@ from dispatch_core.errors import (
     InvalidInputError,
     RelayDispatchError,
 )
+from dispatch_core.listening import MAX_NAME_BYTES, Echo, ListeningConnection, quoted
 
 __all__ = ["MAX_CHANNELS", "Listener", "ListenerState"]
 
@@ -56,9 +56,6 @@ ListenerState: TypeAlias = Literal["connecting", "listening", "degraded", "polli
 
 MAX_CHANNELS: Final = 1000
 """Each channel that a session listens on makes every ring of anybody dearer, so above this the rest is polled."""
-
-_MAX_NAME_BYTES: Final = 63
-"""LISTEN cuts a longer name with no more than a notice, and its notifications then come under another name (C09)."""
 
 _PROBE_SQL: Final = """
 select pg_catalog.pg_backend_pid() as pid,
@@ -75,42 +72,6 @@ where a.application_name = $1 and a.pid <> pg_catalog.pg_backend_pid()
 
 class _PoolerFound(Exception):  # noqa: N818  (not an error: an answer)
     """The session behind the connection is not ours alone."""
-
-
-class _ListeningConnection(asyncpg.Connection):
-    """A connection that listens to many channels by one statement; asyncpg itself takes a round trip for each."""
-
-    _sends_nothing = False
-
-    async def listen(self, channels: Iterable[str], callback: Callable[..., None]) -> None:
-        """Start to listen; the call-back stands before the statement leaves, so that nothing falls between."""
-        await self._for_each(channels, lambda channel: self.add_listener(channel, callback))
-        await self.execute("; ".join(f"listen {_quoted(channel)}" for channel in channels))
-
-    async def unlisten(self, channels: Iterable[str], callback: Callable[..., None]) -> None:
-        """Stop to listen."""
-        await self._for_each(channels, lambda channel: self.remove_listener(channel, callback))
-        await self.execute("; ".join(f"unlisten {_quoted(channel)}" for channel in channels))
-
-    async def _for_each(self, channels: Iterable[str], change: Callable[[str], Awaitable[None]]) -> None:
-        # asyncpg keeps its dictionary of call-backs only by these two methods, which send their statement by `fetch`.
-        # If a later version sends it otherwise, the only harm is that LISTEN is sent twice.
-        self._sends_nothing = True
-        try:
-            for channel in channels:
-                await change(channel)
-        finally:
-            self._sends_nothing = False
-
-    async def fetch(self, query: str, *args: Any, **options: Any) -> Any:
-        """Fetch as ever, but for the statements that `_for_each` leaves out."""
-        if self._sends_nothing:
-            return []
-        return await super().fetch(query, *args, **options)
-
-
-def _quoted(channel: str) -> str:
-    return '"' + channel.replace('"', '""') + '"'
 
 
 class Listener:
@@ -147,16 +108,14 @@ class Listener:
         self._max_channels = max_channels
         # The random part tells this listener's sessions from any other's, so that only its own leftovers are ended.
         token = secrets.token_hex(4)
-        self.application_name: str = f"{application_name} listener {token} {name}".strip()[:_MAX_NAME_BYTES]
-        self._own_channel: str = f"s2r_self_{secrets.token_hex(12)}"
-        self._echo: tuple[str, int] | None = None
-        self._echoed = anyio.Event()
+        self.application_name: str = f"{application_name} listener {token} {name}".strip()[:MAX_NAME_BYTES]
+        self._echo = Echo(probe_timeout_seconds)
 
         self._callbacks: dict[str, list[Callable[[str], None]]] = {}
         self._catch_up_callbacks: list[Callable[[], None]] = []
         self._state_callbacks: list[Callable[[ListenerState], None]] = []
 
-        self._conn: _ListeningConnection | None = None
+        self._conn: ListeningConnection | None = None
         self._lock = anyio.Lock()
         self._active: set[str] = set()
         self._wakeup = anyio.Event()
@@ -186,8 +145,8 @@ class Listener:
 
         Raises: InvalidInputError for a name above 63 bytes.
         """
-        if not channel or len(channel.encode()) > _MAX_NAME_BYTES or "\0" in channel:
-            raise InvalidInputError(f"a channel name must have 1 to {_MAX_NAME_BYTES} bytes")
+        if not channel or len(channel.encode()) > MAX_NAME_BYTES or "\0" in channel:
+            raise InvalidInputError(f"a channel name must have 1 to {MAX_NAME_BYTES} bytes")
         self._callbacks.setdefault(channel, []).append(callback)
         if channel not in self._active:
             # Also where there is no connection yet: one may be in the middle of sending its first LISTEN.
@@ -307,18 +266,18 @@ class Listener:
             self._release_subscribers()
             await close_connection(conn)
 
-    async def _connect(self) -> _ListeningConnection:
+    async def _connect(self) -> ListeningConnection:
         conn = await connect(
             self._dsn,
             connect_timeout=self._connect_timeout,
             command_timeout=self._probe_timeout,
             application_name=self.application_name,
-            connection_class=_ListeningConnection,
+            connection_class=ListeningConnection,
         )
-        assert isinstance(conn, _ListeningConnection)
+        assert isinstance(conn, ListeningConnection)
         return conn
 
-    async def _watch(self, conn: _ListeningConnection) -> None:
+    async def _watch(self, conn: ListeningConnection) -> None:
         """Keep subscriptions in step and prove the session, until it is lost, which raises."""
         next_probe = anyio.current_time() + self._probe_seconds
         while True:
@@ -335,21 +294,21 @@ class Listener:
                 self._backoff.reset()
                 next_probe = anyio.current_time() + self._probe_seconds
 
-    async def _probe(self, conn: _ListeningConnection) -> None:
+    async def _probe(self, conn: ListeningConnection) -> None:
         async with self._lock:
             with mapped_errors():
-                row = await conn.fetchrow(_PROBE_SQL, self._own_channel)
+                row = await conn.fetchrow(_PROBE_SQL, self._echo.channel)
         if row is None or row["pid"] != self.backend_pid or not row["listening"]:
             raise _PoolerFound  # another session answers now
 
-    async def _prove(self, conn: _ListeningConnection) -> None:
+    async def _prove(self, conn: ListeningConnection) -> None:
         """Find out that the session is ours and hears; raise _PoolerFound where it is not.
 
         Only statements without arguments, which are one message each: a pooler may give each to another backend.
         """
         with mapped_errors():
-            await conn.listen([self._own_channel], self._on_notification)
-            sender = await self._ring_self(conn)
+            await conn.listen([self._echo.channel], self._on_notification)
+            sender = await self._echo.ring(conn)
         self.backend_pid = sender
         if sender == conn.get_server_pid():
             return
@@ -359,27 +318,16 @@ class Listener:
             other = await self._connect()
             try:
                 with mapped_errors():
-                    if await self._ring_self(other) is not None:
+                    if await self._echo.ring(other) is not None:
                         return
             finally:
                 await close_connection(other)
         with mapped_errors():
             # Or is it the line that is dead? Then this raises. The backend is somebody else's next: leave it as it was.
-            await conn.execute(f"unlisten {_quoted(self._own_channel)}")
+            await conn.execute(f"unlisten {quoted(self._echo.channel)}")
         raise _PoolerFound
 
-    async def _ring_self(self, conn: _ListeningConnection) -> int | None:
-        """Ring our own channel from `conn`; return the process id that sent it, or None where it does not arrive."""
-        nonce = secrets.token_hex(8)
-        self._echo, self._echoed = (nonce, 0), anyio.Event()
-        await conn.execute(f"notify {_quoted(self._own_channel)}, '{nonce}'")
-        with anyio.move_on_after(self._probe_timeout):
-            await self._echoed.wait()
-        _, sender = self._echo
-        self._echo = None
-        return sender or None
-
-    async def _end_predecessors(self, conn: _ListeningConnection) -> None:
+    async def _end_predecessors(self, conn: ListeningConnection) -> None:
         with mapped_errors():
             await conn.fetch(_END_PREDECESSORS_SQL, self.application_name)
         self._left_behind = False
@@ -390,7 +338,7 @@ class Listener:
         self._dirty = True
         self._wakeup.set()
 
-    async def _sync(self, conn: _ListeningConnection) -> None:
+    async def _sync(self, conn: ListeningConnection) -> None:
         """LISTEN and UNLISTEN until the session has what is wanted, also where that changes meanwhile."""
         while True:
             self._dirty = False
@@ -433,10 +381,8 @@ class Listener:
     # --- what comes from asyncpg, in the event loop ---
 
     def _on_notification(self, _conn: object, pid: int, channel: str, payload: str) -> None:
-        if channel == self._own_channel:
-            if self._echo is not None and payload == self._echo[0]:
-                self._echo = (payload, pid)
-                self._echoed.set()
+        if channel == self._echo.channel:
+            self._echo.arrived(pid, payload)
             return
         self.notifications += 1
         self._call(self._callbacks.get(channel, ()), payload)

@@ -151,7 +151,7 @@ async def test_after_unsubscribing_nothing_more_is_heard_and_the_channel_is_left
         listener.unsubscribe("s2r_a", other.append)  # equal, so it is found
         await eventually(lambda: not listener.is_listening_to("s2r_a"))
         rows = await listener.execute("select pg_listening_channels()")
-        assert [row[0] for row in rows] == [listener._own_channel]
+        assert [row[0] for row in rows] == [listener._echo.channel]
 
 
 @pytest.mark.case("C29")
@@ -527,7 +527,7 @@ async def test_subscriptions_that_change_during_a_reconnect_are_in_step_afterwar
                     listener.unsubscribe(f"s2r_{changes % 3}", heard)
                     changes += 1
                 assert await listener.subscribe(f"s2r_new_{n}", heard)
-            wanted = {"s2r_kept", "s2r_new_0", "s2r_new_1", "s2r_new_2", listener._own_channel}
+            wanted = {"s2r_kept", "s2r_new_0", "s2r_new_1", "s2r_new_2", listener._echo.channel}
 
             async def in_step() -> bool:
                 rows = await listener.execute("select pg_listening_channels()")
