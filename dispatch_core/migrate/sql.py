@@ -170,10 +170,15 @@ where n.nspname = 'relay'
   and exists (
     select from aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a
     where a.grantee = 0 and a.privilege_type = 'EXECUTE')
-  -- What a policy calls is called by whoever reads the table, whoever that is.
+  -- What a policy calls, itself or by an SQL expression, is called by whoever reads the table, whoever that is.
   and not exists (
-    select from pg_depend d
-    where d.classid = 'pg_policy'::regclass and d.refclassid = 'pg_proc'::regclass and d.refobjid = p.oid)
+    with recursive called as (
+      select d.refobjid as oid from pg_depend d
+      where d.classid = 'pg_policy'::regclass and d.refclassid = 'pg_proc'::regclass
+      union
+      select d.refobjid from called c join pg_depend d on d.objid = c.oid
+      where d.classid = 'pg_proc'::regclass and d.refclassid = 'pg_proc'::regclass)
+    select from called c where c.oid = p.oid)
 order by 1
 """
 

@@ -142,13 +142,13 @@ alter table relay.s2r_relay_dispatch_key force row level security;
 
 -- The sub-select makes the check run once a statement and not once a row.
 create policy by_tenant on relay.s2r_relay_dispatch_request
-  using (tenant_id = (select relay.bound_tenant())) with check (tenant_id = (select relay.bound_tenant()));
+  using (tenant_id = (select relay.row_tenant())) with check (tenant_id = (select relay.row_tenant()));
 create policy by_tenant on relay.s2r_relay_dispatch_queue
-  using (tenant_id = (select relay.bound_tenant())) with check (tenant_id = (select relay.bound_tenant()));
+  using (tenant_id = (select relay.row_tenant())) with check (tenant_id = (select relay.row_tenant()));
 create policy by_tenant on relay.s2r_relay_dispatch_result
-  using (tenant_id = (select relay.bound_tenant())) with check (tenant_id = (select relay.bound_tenant()));
+  using (tenant_id = (select relay.row_tenant())) with check (tenant_id = (select relay.row_tenant()));
 create policy by_tenant on relay.s2r_relay_dispatch_key
-  using (tenant_id = (select relay.bound_tenant())) with check (tenant_id = (select relay.bound_tenant()));
+  using (tenant_id = (select relay.row_tenant())) with check (tenant_id = (select relay.row_tenant()));
 -- relay_sweep owns one function, which returns tenant ids and nothing else. Policies of one command are OR-ed, and the
 -- planner folds `true or …` to true, so the raising call above is never made for this role.
 create policy due_work on relay.s2r_relay_dispatch_queue for select to relay_sweep using (true);
