@@ -10,6 +10,8 @@ from typing import Annotated, Any
 from uuid import UUID
 
 import typer
+from rich.table import Column
+from rich.text import Text
 
 from dispatch_core.cli.common import (
     FAILED,
@@ -29,7 +31,7 @@ from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.migrate import check_schema
 from dispatch_core.models import DispatchResult, DispatchStatus
 from gateway_sdk.cli_demo import demo
-from gateway_sdk.cli_text import job_document, parse_headers, parse_json, print_job, read_argument, waiting
+from gateway_sdk.cli_text import STYLES, job_document, parse_headers, parse_json, print_job, read_argument, waiting
 from gateway_sdk.client import GatewayClient
 from gateway_sdk.settings import GatewaySettings
 
@@ -143,7 +145,9 @@ def show(
     dsn: DsnOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show one job: where it stands, and how it ended; exit code 3 where there is none.
+    """Show one job: where it stands, and how it ended.
+
+    Exit code 3 where there is none.
 
     Examples:
       relay-dispatch jobs show acme 01998d4e-…
@@ -190,7 +194,9 @@ def list_(
     dsn: DsnOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """List jobs, the newest first; exit code 3 where there are none.
+    """List jobs, the newest first.
+
+    Exit code 3 where there are none.
 
     Examples:
       relay-dispatch jobs list acme --status failed --relay erp
@@ -200,7 +206,9 @@ def list_(
     if output is Output.JSON:
         emit_json(rows)
     elif rows:
-        columns = ["job", "relay", "operation", "status", "attempt", "error", "created", "took", "relay instance"]
+        # An id that is cut cannot be copied; the others may be, where the terminal is narrow.
+        columns: list[str | Column] = [Column("job", min_width=36), "relay", "operation", "status", "attempt", "error"]
+        columns += [Column("created", min_width=19), Column("took", justify="right", no_wrap=True)]
         emit_table(columns, [_cells(row) for row in rows])
     if not rows:
         note("no such job" if output is Output.TABLE else "nothing matched")
@@ -225,12 +233,11 @@ def _cells(row: dict[str, Any]) -> list[object]:
         row["job_id"],
         row["relay_id"],
         row["operation"],
-        row["status"],
+        Text(row["status"], STYLES.get(row["status"], "")),
         attempt,
         row["error_code"],
-        created,
+        f"{created.astimezone():%Y-%m-%d %H:%M:%S}",
         took,
-        row["claimed_by"],
     ]
 
 
@@ -242,10 +249,11 @@ def wait(
     dsn: DsnOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Wait for jobs to end and print their results, in the order in which they end.
+    """Wait for jobs to end, and print their results.
 
-    Exit code 0 where all succeeded, 1 where one did not or has no result
-    before the timeout, 3 where there is no such job.
+    They come in the order in which the jobs end. Exit code 0 where all
+    succeeded, 1 where one did not or has no result before the timeout, 3 where
+    there is no such job.
 
     Example:
       relay-dispatch jobs wait acme 01998d4e-… --timeout 60 -o json

@@ -20,7 +20,7 @@ from dispatch_core.cli.common import result_console
 from dispatch_core.errors import InvalidInputError
 from dispatch_core.models import DispatchResult
 
-__all__ = ["job_document", "parse_headers", "parse_json", "print_job", "read_argument", "waiting"]
+__all__ = ["STYLES", "job_document", "parse_headers", "parse_json", "print_job", "read_argument", "waiting"]
 
 STYLES = {"succeeded": "bold green", "failed": "bold red", "expired": "bold yellow"}
 MAX_SHOWN_BYTES = 4000
@@ -95,9 +95,9 @@ def print_job(result: DispatchResult, about: Mapping[str, Any]) -> None:
 
     line("job", result.job_id)
     line("status", Text(result.status, STYLES.get(result.status, "bold cyan")))
-    for name, value in about.items():
-        line(name.removesuffix("_id").replace("_", " "), value)
-    line("attempt", result.attempt)
+    for name in ("relay_id", "operation", "claimed_by"):
+        line(name.removesuffix("_id").replace("_", " "), about.get(name))
+    line("attempt", f"{result.attempt} of {about['max_attempts']}" if "max_attempts" in about else result.attempt)
     for name, moment in (("created", result.created_at), ("claimed", result.claimed_at)):
         line(name, moment and moment.astimezone().isoformat(sep=" ", timespec="milliseconds"))
     if result.completed_at is not None:

@@ -17,8 +17,10 @@ from uuid import UUID
 
 import anyio
 import typer
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from dispatch_core.errors import (
     ConfigurationError,
@@ -115,12 +117,12 @@ def result_console() -> Console:
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
-def emit_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
-    """Print a result as a table; None is an empty cell."""
+def emit_table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    """Print a result as a table; None is an empty cell, and a `Text` has its own style."""
     console = result_console()
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for row in rows:
-        table.add_row(*("" if cell is None else _cell(cell) for cell in row))
+        table.add_row(*("" if cell is None else cell if isinstance(cell, Text) else _cell(cell) for cell in row))
     console.print(table)
 
 

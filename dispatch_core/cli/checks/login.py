@@ -41,7 +41,8 @@ async def schema(dsn: str) -> list[Finding]:
         return [Finding("schema", "fail", "this login may not use schema relay", MEND_GRANT)]
     values = {"state": found.state, "protocol": found.protocol, "sdk_protocol": found.sdk_protocol}
     if not found.usable:
-        mend = "upgrade relay-dispatch here" if found.state == "incompatible" else "relay-dispatch db migrate"
+        mends = {"incompatible": "upgrade relay-dispatch here", "drifted": "relay-dispatch db verify"}
+        mend = mends.get(found.state, "relay-dispatch db migrate")
         return [Finding("schema", "fail", found.message, mend, values)]
     verdict: Verdict = "warn" if found.state == "pending" else "pass"
     return [
