@@ -169,12 +169,13 @@ def exit_code(error: RelayDispatchError) -> int:
 
 
 def report_error(error: RelayDispatchError) -> None:
-    """Print an error for a person: one line, and the statements that would mend it."""
+    """Print an error for a person, and the statements that would mend it."""
     text = str(error)
     if isinstance(error, MigrationRightsError):
         for statement in error.statements:
             text = text.replace(statement, "")
-    note(f"error: {' '.join(text.split())}")
+        text = " ".join(text.split())
+    note(f"error: {text.strip()}")
     if isinstance(error, MigrationRightsError):
         for statement in error.statements:
             note(f"  {statement}")
