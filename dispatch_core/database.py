@@ -342,6 +342,14 @@ class Database:
         finally:
             pool.terminate()
 
+    def terminate(self) -> None:
+        """Cut all connections of our own pool at once, for an owner that must leave although the network is dead.
+
+        Statements under way fail with ConnectionLostError, later ones with DatabaseUnavailableError. Idempotent: yes.
+        """
+        if self._owns_pool and self._pool is not None:
+            self._pool.terminate()
+
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """Lend a pooled connection, with the errors of the block mapped. Not for user code: an `OSError` is taken for

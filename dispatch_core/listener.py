@@ -205,6 +205,14 @@ class Listener:
                 conn.terminate()  # `run` is told by the termination call-back, and connects anew
                 raise
 
+    def terminate(self) -> None:
+        """Cut the connection at once, without a polite end, for an owner that must leave although the network is dead.
+
+        `run` connects anew, unless it is cancelled. Idempotent: yes.
+        """
+        if self._conn is not None:
+            self._conn.terminate()
+
     # --- the connection ---
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:

@@ -21,7 +21,7 @@ from uuid import UUID
 import anyio
 
 from dispatch_core.backoff import Backoff
-from dispatch_core.database import Database
+from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import DatabaseBusyError, DatabaseError, DatabaseUnavailableError, TenancyError
 from dispatch_core.ids import new_id
@@ -317,7 +317,8 @@ class Claimer:
     async def _ask_again(self, now: float) -> None:
         lost = next(entry for entry in self._unanswered if entry.ask_at <= now)
         try:
-            claimed = await self.recover(lost)
+            async with self._database.connection() as conn:
+                claimed = await self.ask_for(lost, conn)
         except (DatabaseError, TenancyError) as error:
             self.last_error = error
             self._not_before = time.monotonic() + self._backoff.next()
@@ -335,16 +336,15 @@ class Claimer:
         else:
             lost.ask_at = now + lost.backoff.next()
 
-    async def recover(self, lost: _Unanswered) -> ClaimedJobs:
+    async def ask_for(self, lost: _Unanswered, conn: Connection) -> ClaimedJobs:
         """Return what a claim has taken whose reply was lost."""
-        async with self._database.connection() as conn:
-            return await RelayDispatchRepository(conn).claim_again(
-                self._relay_id,
-                claimed_by=self._instance_id,
-                claim_id=lost.claim_id,
-                tenants=lost.tenants,
-                body_limit_bytes=self._settings.claim_body_limit_bytes,
-            )
+        return await RelayDispatchRepository(conn).claim_again(
+            self._relay_id,
+            claimed_by=self._instance_id,
+            claim_id=lost.claim_id,
+            tenants=lost.tenants,
+            body_limit_bytes=self._settings.claim_body_limit_bytes,
+        )
 
     @property
     def unanswered(self) -> list[_Unanswered]:

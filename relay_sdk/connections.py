@@ -59,6 +59,7 @@ class Connections:
         transports = (self.database,) if self.listener is None else (self.listener, self.database)
         self.doorbell = Doorbell(*transports)
         self._stack = AsyncExitStack()
+        self._users = 0
 
     @property
     def listener_state(self) -> str:
@@ -92,6 +93,21 @@ class Connections:
             channel = await RelayDispatchRepository(conn, tenant).channel("wake", relay_id)
         if self.listener is not None:
             await self.listener.subscribe(channel, callback)
+
+    def enter(self) -> None:
+        """Count a relay that works with these."""
+        self._users += 1
+
+    def leave(self, *, cut: bool) -> None:
+        """Count a relay out. `cut`: the database does not answer it; when it is the last, all connections are cut.
+
+        Otherwise each statement under way would be waited for, in the end, for as long as a dead network is believed.
+        """
+        self._users -= 1
+        if cut and self._users <= 0:
+            self.database.terminate()
+            if self.listener is not None:
+                self.listener.terminate()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Listen and ring until cancelled; `started` once LISTEN is confirmed or its first try has failed."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
+from dispatch_core.database import Connection
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.models import Completion, DispatchJob, DispatchStatus, MalformedJob, PutBack, Settled
+from dispatch_core.errors import ConfigurationError
+from dispatch_core.models import ClaimedJobs, Completion, DispatchJob, DispatchStatus, MalformedJob, PutBack, Settled
 from relay_sdk.claimer import Claimer
 from relay_sdk.connections import Connections
-from relay_sdk.executor import Executor
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.slots import RUNNING, Slot
 
 __all__ = ["give_back"]
-
-logger = logging.getLogger(__name__)
 
 
 async def give_back(
@@ -25,7 +24,7 @@ async def give_back(
     relay_id: str,
     instance_id: str,
     connections: Connections,
-    executor: Executor,
+    settled: Callable[[Slot], None],
     metrics: RelayMetrics,
 ) -> None:
     """Write the ends in `left`, release what has none, and release what claims have taken whose reply was lost.
@@ -34,40 +33,54 @@ async def give_back(
     """
     doorbell = connections.doorbell
 
-    def ring(tenant: str, slot: Slot, answer: Settled) -> None:
-        if answer.status is DispatchStatus.PENDING:
-            metrics.jobs_released += 1
-            doorbell.ring_relay(tenant, relay_id)
-        elif answer.status is not None:
-            metrics.jobs_succeeded += answer.status is DispatchStatus.SUCCEEDED
-            metrics.jobs_failed += answer.status is DispatchStatus.FAILED
-            metrics.jobs_expired += answer.status is DispatchStatus.EXPIRED
-            doorbell.ring_results(tenant, slot.job.job_id)
-        executor.settled(slot)
+    def note(slots: Sequence[Slot], answers: Sequence[Settled]) -> None:
+        for slot, answer in zip(slots, answers, strict=True):
+            if answer.status is DispatchStatus.PENDING:
+                metrics.jobs_released += 1
+                doorbell.ring_relay(slot.job.tenant_id, relay_id)
+            elif answer.status is not None:
+                metrics.jobs_succeeded += answer.status is DispatchStatus.SUCCEEDED
+                metrics.jobs_failed += answer.status is DispatchStatus.FAILED
+                metrics.jobs_expired += answer.status is DispatchStatus.EXPIRED
+                doorbell.ring_results(slot.job.tenant_id, slot.job.job_id)
+            settled(slot)
 
-    completions = [(slot, slot.end) for slot in left if isinstance(slot.end, Completion)]
-    put_backs = [(slot, slot.end) for slot in left if isinstance(slot.end, PutBack)]
-    endless = [slot for slot in left if slot.end is None]
-    async with connections.database.connection() as conn:
+    async with _last_connection(connections) as conn:
         repository = RelayDispatchRepository(conn)
-        # Those with attempts left or unstarted first: another relay can have them at once.
-        releases = [(slot.job.tenant_id, slot.job.job_id, slot.job.fence, slot.state is RUNNING) for slot in endless]
-        for slot, answer in zip(
-            endless, await repository.release(relay_id, releases, claimed_by=instance_id), strict=True
-        ):
-            ring(slot.job.tenant_id, slot, answer)
-        answers = await repository.retry(relay_id, [end for _, end in put_backs], claimed_by=instance_id)
-        for (slot, _), answer in zip(put_backs, answers, strict=True):
-            ring(slot.job.tenant_id, slot, answer)
-        answers = await repository.complete_many(relay_id, [end for _, end in completions], claimed_by=instance_id)
-        for (slot, _), answer in zip(completions, answers, strict=True):
-            ring(slot.job.tenant_id, slot, answer)
-    for lost in list(claimer.unanswered):
-        claimed = await claimer.recover(lost)
-        jobs: list[DispatchJob | MalformedJob] = [*claimed.jobs, *claimed.malformed]
-        claims = [(job.tenant_id, job.job_id, job.fence, False) for job in jobs]
+        # What another relay may run comes first.
+        slots = [slot for slot in left if slot.end is None]
+        claims = [(slot.job.tenant_id, slot.job.job_id, slot.job.fence, slot.state is RUNNING) for slot in slots]
+        note(slots, await repository.release(relay_id, claims, claimed_by=instance_id))
+
+        slots = [slot for slot in left if isinstance(slot.end, PutBack)]
+        put_backs = [slot.end for slot in slots if isinstance(slot.end, PutBack)]
+        note(slots, await repository.retry(relay_id, put_backs, claimed_by=instance_id))
+
+        slots = [slot for slot in left if isinstance(slot.end, Completion)]
+        completions = [slot.end for slot in slots if isinstance(slot.end, Completion)]
+        note(slots, await repository.complete_many(relay_id, completions, claimed_by=instance_id))
+
+        for lost in list(claimer.unanswered):
+            claimed: ClaimedJobs = await claimer.ask_for(lost, conn)
+            jobs: list[DispatchJob | MalformedJob] = [*claimed.jobs, *claimed.malformed]
+            unstarted = [(job.tenant_id, job.job_id, job.fence, False) for job in jobs]
+            await repository.release(relay_id, unstarted, claimed_by=instance_id)
+            for job in jobs:
+                metrics.jobs_released += 1
+                doorbell.ring_relay(job.tenant_id, relay_id)
+
+
+@asynccontextmanager
+async def _last_connection(connections: Connections) -> AsyncIterator[Connection]:
+    """Open a new connection: those of the pool may just have been found dead."""
+    try:
+        conn = await connections.database.connect_dedicated("last")
+    except ConfigurationError:
         async with connections.database.connection() as conn:
-            await RelayDispatchRepository(conn).release(relay_id, claims, claimed_by=instance_id)
-        for job in jobs:
-            metrics.jobs_released += 1
-            doorbell.ring_relay(job.tenant_id, relay_id)
+            yield conn
+        return
+    try:
+        yield conn
+    finally:
+        # Each statement was a transaction of its own, so there is nothing to say good-bye for.
+        conn.terminate()

@@ -69,6 +69,7 @@ class Session:
         # New at every start: a claim of a process that had the same host and pid before is not ours.
         self.instance_id = new_instance_id(relay_id)
         self.state: Literal["starting", "ok", "stopping", "stopped"] = "starting"
+        self._has_left = False
         self.abandoned = 0
         """Handlers that still ran when the run was over."""
         self._stop_at: float | None = None
@@ -129,6 +130,8 @@ class Session:
 
         Raises: the fault of a piece that died; SystemExit or KeyboardInterrupt of a handler.
         """
+        assert self._connections is not None
+        self._connections.enter()
         try:
             async with anyio.create_task_group() as pieces:
                 await pieces.start(self._completer.run)
@@ -143,11 +146,13 @@ class Session:
                 await self.stop_was_asked.wait()
                 self.state = "stopping"
                 await self._finish()
+                self._leave()
                 pieces.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             # One fault is the rule, and its own type is what an owner can match on.
             raise group.exceptions[0] if len(group.exceptions) == 1 else group from None
         finally:
+            self._leave()
             with anyio.CancelScope(shield=True):
                 await self._give_back()
             self.state = "stopped"
@@ -306,6 +311,17 @@ class Session:
                 scope.cancel()
                 return
 
+    def _leave(self) -> None:
+        """Let go of the connections; cut them where the database has not answered what is in hand."""
+        if not self._has_left:
+            assert self._connections is not None
+            self._has_left = True
+            self._connections.leave(cut=self.state == "stopping" and self._unwritten() > 0)
+
+    def _unwritten(self) -> int:
+        """How many jobs in hand have an end that is not written, or none."""
+        return sum(1 for slot in self._slots or () if slot.end or slot.state is not ENDED)
+
     async def _give_back(self) -> None:
         """Write by hand what is still in hand: one try, bounded in time."""
         slots, connections = self._slots, self._connections
@@ -327,7 +343,7 @@ class Session:
                         relay_id=self._relay_id,
                         instance_id=self.instance_id,
                         connections=connections,
-                        executor=self._executor,
+                        settled=self._executor.settled,
                         metrics=self._metrics,
                     )
                 except (DatabaseError, TenancyError) as error:
@@ -335,7 +351,6 @@ class Session:
         self.abandoned = self._executor.running + sum(slot.thread_runs for slot in slots)
         if self.abandoned:
             logger.error("relay %s leaves %d handlers behind that do not end", self._relay_id, self.abandoned)
-        lost = sum(1 for slot in slots if slot.end or slot.state is not ENDED)
-        if lost:
+        if lost := self._unwritten():
             logger.error("relay %s leaves %d jobs to their leases", self._relay_id, lost)
         logger.info("relay %s has stopped", self._relay_id)

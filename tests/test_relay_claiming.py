@@ -19,7 +19,7 @@ from tests.support.eventually import eventually
 from tests.support.relays import Jobs, new_relay, running
 
 SUCCEEDED, PENDING = DispatchStatus.SUCCEEDED, DispatchStatus.PENDING
-NEVER = {"poll_seconds": 600.0, "sweep_seconds": 600.0}
+NEVER: dict[str, Any] = {"poll_seconds": 600.0, "sweep_seconds": 600.0}
 
 
 async def test_a_ring_wakes_a_relay_that_would_not_poll_for_long(database: TestDatabase, gateway: Any) -> None:

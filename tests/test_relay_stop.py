@@ -1,0 +1,316 @@
+"""How a relay stops (I9, C30): by signal, call, cancellation, or a fault of its own; with the database there or not."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import Any
+
+import anyio
+import pytest
+
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.models import DispatchStatus
+from relay_sdk import DispatchJob, Reply
+from tests.support.databases import TestDatabase
+from tests.support.eventually import eventually
+from tests.support.proxy import TcpProxy
+from tests.support.relay_process import relay_process
+from tests.support.relays import Jobs, new_relay, running
+
+SUCCEEDED, FAILED, PENDING = DispatchStatus.SUCCEEDED, DispatchStatus.FAILED, DispatchStatus.PENDING
+
+pytestmark = [pytest.mark.invariant("I9"), pytest.mark.case("C30")]
+
+FAR: dict[str, Any] = {"lease_seconds": 60.0, "sweep_seconds": 600.0}
+"""Leases that outlast the test: what is free again was given back."""
+
+
+@pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
+async def test_sigterm_lets_handlers_finish_within_the_grace(
+    database: TestDatabase, gateway: Any, uvloop: bool
+) -> None:
+    jobs = Jobs(gateway)
+    async with relay_process(database.worker_dsn, uvloop=uvloop, grace_seconds=10.0, **FAR) as relay:
+        ids = await jobs.enqueue_many(5, "Sleep", body=b"1")
+        await eventually(lambda: len(relay.started()) == 5)
+        relay.signal(signal.SIGTERM)
+        late = await jobs.enqueue("Quick")
+        await jobs.ring()
+        assert await relay.exit(5) == 0
+    assert {(await jobs.get(job_id)).status for job_id in ids} == {SUCCEEDED}
+    assert (await jobs.get(late)).status is PENDING, "it was claimed after the signal"
+
+
+async def test_after_the_grace_what_may_run_again_is_free_at_once_and_the_rest_has_failed(
+    database: TestDatabase, gateway: Any
+) -> None:
+    """Started with attempts left, started without, and not started: each goes its own way, long before the lease."""
+    jobs = Jobs(gateway)
+    async with relay_process(database.worker_dsn, grace_seconds=0.5, **FAR) as relay:
+        again = await jobs.enqueue_many(3, "Sleep", body=b"30", max_attempts=2)
+        once = await jobs.enqueue_many(2, "Sleep", body=b"30")
+        await eventually(lambda: len(relay.started()) == 5)
+        first = await jobs.enqueue("One", body=b"30", max_attempts=2)
+        await eventually(lambda: len(relay.started()) == 6)
+        waiting = await jobs.enqueue("One", body=b"0")
+        await eventually(lambda: _claimed(jobs, waiting))
+        began = time.monotonic()
+        relay.signal(signal.SIGTERM)
+        await eventually(
+            lambda: _is(jobs, waiting, PENDING), timeout=0.5, message="not given back before the grace is over:"
+        )
+        assert await relay.exit(5) == 0
+        assert time.monotonic() - began < 0.5 + 3
+    results = [await jobs.get(job_id) for job_id in (*again, first)]
+    assert {(result.status, result.attempt) for result in results} == {(PENDING, 1)}
+    results = [await jobs.get(job_id) for job_id in once]
+    assert {(result.status, result.error_code) for result in results} == {(FAILED, "S2R-RELAY-STOPPED")}
+    assert (await jobs.get(waiting)).attempt == 0, "its attempt was not given back"
+
+
+async def test_a_second_sigterm_ends_the_grace_and_still_gives_back(database: TestDatabase, gateway: Any) -> None:
+    jobs = Jobs(gateway)
+    async with relay_process(database.worker_dsn, grace_seconds=60.0, **FAR) as relay:
+        again = await jobs.enqueue_many(3, "Sleep", body=b"30", max_attempts=2)
+        once = await jobs.enqueue("Sleep", body=b"30")
+        await eventually(lambda: len(relay.started()) == 4)
+        relay.signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        relay.signal(signal.SIGTERM)
+        assert await relay.exit(3.5) == 0
+    assert {(await jobs.get(job_id)).status for job_id in again} == {PENDING}
+    assert (await jobs.get(once)).error_code == "S2R-RELAY-STOPPED"
+
+
+@pytest.mark.parametrize("operation", ["Thread", "Stubborn"])
+async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_process(
+    database: TestDatabase, gateway: Any, operation: str
+) -> None:
+    jobs = Jobs(gateway)
+    async with relay_process(database.worker_dsn, grace_seconds=0.2, **FAR) as relay:
+        once = await jobs.enqueue(operation, body=b"30")
+        again = await jobs.enqueue(operation, body=b"30", max_attempts=2)
+        await eventually(lambda: len(relay.started()) == 2)
+        relay.signal(signal.SIGTERM)
+        assert await relay.exit(4) == 0
+    assert (await jobs.get(once)).error_code == "S2R-RELAY-STOPPED"
+    assert (await jobs.get(again)).status is PENDING
+    assert "handlers behind that do not end" in relay.log
+
+
+async def test_sigterm_while_it_starts_up_ends_it(database: TestDatabase) -> None:
+    async with TcpProxy.before(database.worker_dsn) as proxy:
+        proxy.mode = "black_hole"
+        async with relay_process(proxy.dsn(database.worker_dsn), ready=False) as relay:
+            await eventually(lambda: proxy.accepted, timeout=20)
+            relay.signal(signal.SIGTERM)
+            assert await relay.exit(5) == 0
+
+
+@pytest.mark.parametrize("mode", ["reset", "black_hole"])
+async def test_sigterm_while_the_database_is_away_still_ends_in_time(
+    database: TestDatabase, gateway: Any, mode: Any
+) -> None:
+    jobs = Jobs(gateway)
+    async with (
+        TcpProxy.before(database.worker_dsn) as proxy,
+        relay_process(proxy.dsn(database.worker_dsn), grace_seconds=1.0, **FAR) as relay,
+    ):
+        await jobs.enqueue_many(3, "Sleep", body=b"30", max_attempts=2)
+        await jobs.enqueue("Sleep", body=b"0.3")
+        await eventually(lambda: len(relay.started()) == 4)
+        proxy.mode = mode
+        await eventually(lambda: any(line.startswith("ended") for line in relay.lines))
+        began = time.monotonic()
+        relay.signal(signal.SIGTERM)
+        assert await relay.exit(6) == 0
+        assert time.monotonic() - began < 1.0 + 3.0
+    assert "jobs to their leases" in relay.log
+
+
+@pytest.mark.case("C29")
+@pytest.mark.parametrize("max_attempts", [1, 2])
+async def test_system_exit_of_a_handler_ends_the_relay_after_its_jobs_are_given_back(
+    database: TestDatabase, gateway: Any, max_attempts: int
+) -> None:
+    jobs = Jobs(gateway)
+    async with relay_process(database.worker_dsn, **FAR) as relay:
+        other = await jobs.enqueue("Sleep", body=b"30", max_attempts=2)
+        await eventually(lambda: relay.started())
+        exits = await jobs.enqueue("Exit", max_attempts=max_attempts)
+        await jobs.ring()
+        assert await relay.exit(5) == 3
+    assert (await jobs.get(other)).status is PENDING
+    result = await jobs.get(exits)
+    assert result.status is (FAILED if max_attempts == 1 else PENDING)
+    assert result.error_code == ("S2R-RELAY-STOPPED" if max_attempts == 1 else None)
+
+
+# --- in a process of somebody else's ---------------------------------------------------------------------------------
+
+
+async def test_no_signal_handler_is_installed_unless_asked_for(database: TestDatabase) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    relay = new_relay(database)
+    relay.fallback(_nothing)
+    async with running(relay):
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize("how", ["asyncio", "anyio"])
+async def test_a_cancelled_run_gives_its_jobs_back_and_is_cancelled(
+    database: TestDatabase, gateway: Any, how: str
+) -> None:
+    relay = new_relay(database, **FAR)
+    started: list[Any] = []
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        started.append(job.job_id)
+        await asyncio.sleep(30)
+
+    jobs = Jobs(gateway)
+    ids = await jobs.enqueue_many(3, max_attempts=2)
+    once = await jobs.enqueue()
+    if how == "asyncio":
+        task = asyncio.create_task(relay.run())
+        await eventually(lambda: len(started) == 4)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        async with anyio.create_task_group() as group:
+            group.start_soon(relay.run)
+            await eventually(lambda: len(started) == 4)
+            group.cancel_scope.cancel()
+    assert {(await jobs.get(job_id)).status for job_id in ids} == {PENDING}
+    assert (await jobs.get(once)).error_code == "S2R-RELAY-STOPPED"
+    assert relay.health().status == "stopped"
+
+
+async def test_a_relay_can_run_again_as_another_instance(database: TestDatabase, gateway: Any) -> None:
+    relay = new_relay(database)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway)
+    seen: list[Any] = []
+    for _ in range(2):
+        async with running(relay):
+            seen.append(relay.instance_id)
+            assert (await jobs.end(await jobs.enqueue())).status is SUCCEEDED
+    assert seen[0] != seen[1]
+    assert relay.metrics.jobs_succeeded == 2
+
+
+@pytest.mark.case("C29")
+async def test_an_answer_in_spite_of_the_cancellation_counts(database: TestDatabase, gateway: Any) -> None:
+    """C29: finished work is not thrown away because the relay stops."""
+    relay = new_relay(database, **FAR)
+    started = asyncio.Event()
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> Reply:
+        started.set()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            return Reply(b"just in time")
+        return Reply()
+
+    jobs = Jobs(gateway)
+    job_id = await jobs.enqueue()
+    async with running(relay, grace_seconds=0.0):
+        await started.wait()
+    result = await jobs.get(job_id)
+    assert (result.status, result.response_body) == (SUCCEEDED, b"just in time")
+
+
+async def test_a_claim_under_way_when_the_stop_comes_is_given_back(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = RelayDispatchRepository.claim
+    claimed, go_on = asyncio.Event(), asyncio.Event()
+    ran: list[Any] = []
+
+    async def slow(self: Any, *args: Any, **options: Any) -> Any:
+        answer = await claim(self, *args, **options)
+        if answer.jobs:
+            claimed.set()
+            await go_on.wait()
+        return answer
+
+    monkeypatch.setattr(RelayDispatchRepository, "claim", slow)
+    relay = new_relay(database, **FAR)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        ran.append(job.job_id)
+
+    jobs = Jobs(gateway)
+    ids = await jobs.enqueue_many(3)
+    async with running(relay):
+        await claimed.wait()
+        relay.stop()
+        go_on.set()
+    assert [((await jobs.get(i)).status, (await jobs.get(i)).attempt) for i in ids] == [(PENDING, 0)] * 3
+    assert ran == []
+
+
+async def test_a_claim_that_hangs_when_the_grace_is_over_is_asked_for_and_given_back(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = RelayDispatchRepository.claim
+    claimed = asyncio.Event()
+
+    async def hangs(self: Any, *args: Any, **options: Any) -> Any:
+        answer = await claim(self, *args, **options)
+        if answer.jobs:
+            claimed.set()
+            await asyncio.sleep(30)
+        return answer
+
+    monkeypatch.setattr(RelayDispatchRepository, "claim", hangs)
+    relay = new_relay(database, **FAR)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway)
+    ids = await jobs.enqueue_many(3)
+    async with running(relay, grace_seconds=0.1):
+        await claimed.wait()
+    assert [((await jobs.get(i)).status, (await jobs.get(i)).attempt) for i in ids] == [(PENDING, 0)] * 3
+
+
+async def test_a_piece_that_dies_takes_the_relay_down_with_its_cause(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = new_relay(database, **FAR)
+    started: list[Any] = []
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        started.append(job.job_id)
+        await asyncio.sleep(30)
+
+    jobs = Jobs(gateway)
+    again, once = await jobs.enqueue(max_attempts=2), await jobs.enqueue()
+    task = asyncio.create_task(relay.run())
+    await eventually(lambda: len(started) == 2)
+    session: Any = relay._session
+    monkeypatch.setattr(session._heartbeat, "_renew", lambda slots: 1 // 0)
+    session._heartbeat.ask([again])
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert relay.health().status == "stopped"
+    assert (await jobs.get(again)).status is PENDING
+    assert (await jobs.get(once)).error_code == "S2R-RELAY-STOPPED"
+
+
+async def _claimed(jobs: Jobs, job_id: Any) -> bool:
+    return await jobs.status(job_id) is DispatchStatus.CLAIMED
+
+
+async def _is(jobs: Jobs, job_id: Any, status: DispatchStatus) -> bool:
+    return await jobs.status(job_id) is status
+
+
+async def _nothing(job: DispatchJob) -> None: ...
