@@ -61,8 +61,9 @@ begin
 end $$;
 
 -- Guarantees: each row ends, and its result is stored, by the clock p_at, which the caller has read while holding the locks.
---   Row p_rows[i] takes its values from place p_ns[i] of the other arrays (where there are any). A status that is null, or a deadline that p_at
---   has reached, makes it 'expired', without a response, with p_late as its message (null: the usual words).
+--   Row p_rows[i], none of them twice, takes its values from place p_ns[i] of the other arrays (where there are any). A
+--   status that is null, or a deadline that p_at has reached, makes it 'expired', without a response, with p_late as its
+--   message (null: the usual words).
 --   p_by_holder: the claim's own completion, so the result keeps its fence and a repeated completion is known again. Else
 --   the fence is one higher, and whoever held the claim is stale.
 create or replace function relay.end_jobs(

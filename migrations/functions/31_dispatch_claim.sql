@@ -42,7 +42,7 @@ end $$;
 --   with its fence: every later write must name job id, fence and claimed_by.
 --   Tenants take turns, beginning behind p_start, first an equal share each, then what is left; null in the array is the
 --   tenant that the caller has bound. p_after[i] is a cursor: rows of tenant i with seq <= it are not looked at.
---   Of the rows looked at, those past their deadline are ended in the same call and come back with outcome 'expired'; so
+--   Of the rows looked at, those past their deadline are ended in the same call and come back last, outcome 'expired'; so
 --   a call that returns fewer than p_limit rows has seen all there was above its cursors. A row with outcome 'delayed'
 --   and no job id tells in `remaining` how long until the tenant's next delayed job is due.
 --   The body is null where it is longer than p_body_limit, or the bodies of the tenant before it fill p_batch_limit: then
@@ -96,10 +96,16 @@ begin
       v_before := relay.bind_tenant(p_tenants[v_i], p_relay, '{worker}');
       v_tenant := coalesce(p_tenants[v_i], v_before);
       if v_pass = 1 then
-        v_wait := relay.promote_due(v_tenant, p_relay, p_limit);
-        if v_wait is not null then
-          outcome := 'delayed'; tenant_id := v_tenant; remaining := v_wait;
-          return next;
+        -- One probe, because as a rule there is no delayed job, and a call costs several times as much.
+        perform 1 from relay.s2r_relay_dispatch_queue q
+        where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed'
+        order by q.available_at limit 1;
+        if found then
+          v_wait := relay.promote_due(v_tenant, p_relay, p_limit);
+          if v_wait is not null then
+            outcome := 'delayed'; tenant_id := v_tenant; remaining := v_wait;
+            return next;
+          end if;
         end if;
       end if;
       v_after := coalesce(p_after[v_i], 0);
@@ -112,7 +118,7 @@ begin
             from relay.s2r_relay_dispatch_queue q
             where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'ready' and q.seq > v_after
             order by q.seq, q.job_id limit v_quota for update skip locked) l;
-      if v_got > 0 then
+      if v_rows is not null then
         return query
         select 'claimed', v_tenant, t.job_id, r.operation, r.headers,
                case when r.bytes <= p_body_limit
@@ -126,12 +132,13 @@ begin
                  octet_length(s.request_body)::bigint as bytes
           from relay.s2r_relay_dispatch_request s
           where s.tenant_id = v_tenant and s.job_id = t.job_id limit 1) r
-        union all
-        select 'expired', v_tenant, e.job_id, null, null, null, null, e.attempt, e.max_attempts, e.fence, e.seq, e.created_at,
-               e.expires_at, interval '0'
-        from relay.end_jobs(v_tenant, v_now, false, 'the deadline passed before a relay had claimed the job', null, v_late) e
-        where v_late is not null
-        order by 11, 3;
+        order by t.seq, t.job_id;
+      end if;
+      if v_late is not null then
+        return query
+        select 'expired', v_tenant, e.job_id, null, null, null::bytea, null::bigint, e.attempt, e.max_attempts, e.fence, e.seq,
+               e.created_at, e.expires_at, interval '0'
+        from relay.end_jobs(v_tenant, v_now, false, 'the deadline passed before a relay had claimed the job', null, v_late) e;
       end if;
 
       v_full[v_i] := v_got >= v_quota;

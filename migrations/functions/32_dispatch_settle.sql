@@ -54,9 +54,9 @@ begin
     v_tenant := coalesce(v_name, v_before);
 
     select array_agg(i.n), array_agg(l.row_id) into v_ns, v_rows
-    from (select u.n, u.job_id, u.fence
+    from (select distinct on (u.job_id, u.fence) u.n, u.job_id, u.fence
           from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
-          where u.tenant is not distinct from v_name order by u.job_id) i
+          where u.tenant is not distinct from v_name order by u.job_id, u.fence, u.n) i
     cross join lateral (
       select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
       where q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
@@ -186,9 +186,9 @@ begin
     v_tenant := coalesce(v_name, v_before);
 
     select coalesce(array_agg(i.n), '{}'), array_agg(l.row_id) into v_ns, v_rows
-    from (select u.n, u.job_id, u.fence
+    from (select distinct on (u.job_id, u.fence) u.n, u.job_id, u.fence
           from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
-          where u.tenant is not distinct from v_name order by u.job_id) i
+          where u.tenant is not distinct from v_name order by u.job_id, u.fence, u.n) i
     cross join lateral (
       select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
       where q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
