@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import anyio
+import anyio.abc
 import asyncpg
 import pytest
 
@@ -68,16 +72,16 @@ async def test_the_demo_ends_every_request_once_and_says_so_as_one_document(serv
     lines = some_lines()
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(["# a comment", "", *lines]))
-    ended = await demo(server, "--input", str(path), "--json")
-    assert ended.code == 0, ended.err
-    report = ended.document
+    done = await demo(server, "--input", str(path), "--json")
+    assert done.code == 0, done.err
+    report = done.document
     sent = len(lines) - 2
     assert report["ok"] is True
     assert [check for check in report["checks"] if not check["ok"]] == []
     assert (report["requests"]["sent"], report["requests"]["accepted"]) == (sent, sent)
     bad = [number for number, line in enumerate(lines, start=3) if not line.endswith("}") or '"x-priority":1' in line]
     assert [skipped["line"] for skipped in report["requests"]["skipped"]] == bad
-    assert all(f"line {number} is skipped" in ended.err for number in bad)
+    assert all(f"line {number} is skipped" in done.err for number in bad)
     rows = report["rows"]
     assert sum(row["sent"] for row in rows) == sent
     ends = Counter[str]()
@@ -104,55 +108,83 @@ async def test_the_demo_reads_stdin_prints_tables_and_fails_where_a_line_is_not_
         {"tenant": "me", "relay": "erp", "operation": "Echo", "body": "hello", "expect": {"status": "succeeded"}},
         {"tenant": "me", "relay": "erp", "operation": "Echo", "json": {"n": 1}, "expect": {"json": {"n": 2}}},
     ]
-    ended = await demo(server, "-i", "-", stdin="\n".join(map(json.dumps, lines)))
-    assert ended.code == 1, ended.err
-    assert "✓ 2 of 2 jobs ended, each with one stored result, none is left" in ended.out
-    assert "✗ 1 of 2 ended as their line expects (line 2: another answer)" in ended.out
-    assert "Echo" in ended.out
+    done = await demo(server, "-i", "-", stdin="\n".join(map(json.dumps, lines)))
+    assert done.code == 1, done.err
+    assert "✓ 2 of 2 jobs ended, each with one stored result, none is left" in done.out
+    assert "✗ 1 of 2 ended as their line expects (line 2: another answer)" in done.out
+    assert "Echo" in done.out
 
 
 async def test_an_input_without_a_good_line_is_a_usage_error_and_starts_nothing(
     server: DevServer, tmp_path: Path
 ) -> None:
-    ended = await demo(server, "-i", "-", stdin="nothing\n{}")
-    assert (ended.code, ended.out) == (2, "")
-    assert "line 1 is skipped: not JSON" in ended.err
-    assert "PostgreSQL is up" not in ended.err
+    done = await demo(server, "-i", "-", stdin="nothing\n{}")
+    assert (done.code, done.out) == (2, "")
+    assert "line 1 is skipped: not JSON" in done.err
+    assert "PostgreSQL is up" not in done.err
     missing = await demo(server, "-i", str(tmp_path / "none"))
     assert (missing.code, "cannot be read" in missing.err) == (2, True)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
-async def test_the_demo_leaves_no_process_behind_however_it_is_ended(server: DevServer, name: str) -> None:
-    slow = {"tenant": uuid4().hex, "relay": "archive", "operation": "RunReport", "json": {"seconds": 60}, "ttl": 60}
-    command = [*COMMAND, "demo", "--dsn", server.admin_dsn, "--input", "-"]
+@asynccontextmanager
+async def a_demo_under_way(server: DevServer) -> AsyncIterator[tuple[anyio.abc.Process, str]]:
+    """A demo whose one request is being waited for, and will be for a minute; with the name of its tenant."""
+    tenant = uuid4().hex
+    slow = {"tenant": tenant, "relay": "archive", "operation": "RunReport", "json": {"seconds": 60}, "ttl": 60}
     connection = await asyncpg.connect(server.admin_dsn)
+    command = [*COMMAND, "demo", "--dsn", server.admin_dsn, "--input", "-"]
     try:
         async with await anyio.open_process(command, env=environment()) as process:
             assert process.stdin is not None
-            assert process.stderr is not None
             await process.stdin.send(json.dumps(slow).encode())
             await process.stdin.aclose()
-            polls = "datname like 'relay_dispatch_demo%' and query like '%relay.poll(%'"
+            polls = "datname like 'relay_dispatch_demo%' and query like '%from relay.poll(%'"
             waits = f"select count(*) from pg_stat_activity where {polls} and pid <> pg_backend_pid()"
             await eventually(lambda: connection.fetchval(waits), 30)
-            assert relays_of(slow["tenant"])
-            process.send_signal(signal.Signals[name])
-            with anyio.fail_after(60):
-                code = await process.wait()
-                said = b"".join([part async for part in process.stderr]).decode()
-        assert code == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[name]
-        if name != "SIGKILL":
-            # In order: the relays were waited for, and the database is gone.
-            assert "stopped: 1 of 1 sent, 0 ended" in said
-            assert "Traceback" not in said
-            assert relays_of(slow["tenant"]) == []
-            assert await demo_databases(server) == set()
-        await eventually(lambda: not relays_of(slow["tenant"]), 40)
+            assert len(relays_of(tenant)) == 2
+            yield process, tenant
     finally:
         for left in await demo_databases(server):
             await connection.execute(f'drop database "{left}" with (force)')
         await connection.close()
+
+
+async def ended(process: anyio.abc.Process) -> tuple[int, str]:
+    assert process.stderr is not None
+    with anyio.fail_after(60):
+        said = b"".join([part async for part in process.stderr]).decode()
+        return await process.wait(), said
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+async def test_a_signal_ends_the_demo_in_order(server: DevServer, name: str, code: int) -> None:
+    async with a_demo_under_way(server) as (process, tenant):
+        process.send_signal(signal.Signals[name])
+        process.send_signal(signal.Signals[name])  # an impatient second one changes nothing
+        found, said = await ended(process)
+        assert found == code, said
+        assert "stopped: 1 of 1 sent, 0 ended" in said
+        assert "Traceback" not in said
+        assert relays_of(tenant) == []
+        assert await demo_databases(server) == set()
+
+
+async def test_relays_do_not_outlive_a_demo_that_is_killed(server: DevServer) -> None:
+    async with a_demo_under_way(server) as (process, tenant):
+        process.kill()
+        await process.wait()
+        await eventually(lambda: not relays_of(tenant), 30)
+
+
+async def test_a_relay_that_dies_ends_the_demo_with_its_reason(server: DevServer) -> None:
+    async with a_demo_under_way(server) as (process, tenant):
+        os.kill(relays_of(tenant)[0], signal.SIGKILL)
+        code, said = await ended(process)
+        assert code == 1
+        assert "ended too early, with exit code -9" in said
+        assert "Traceback" not in said
+        assert relays_of(tenant) == []
+        assert await demo_databases(server) == set()
 
 
 def relays_of(tenant: Any) -> list[int]:

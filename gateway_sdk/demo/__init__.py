@@ -32,7 +32,7 @@ __all__ = ["Terminated", "play"]
 
 
 class Terminated(Exception):  # noqa: N818  (an order, not an error)
-    """The demo was told to end by a signal other than Ctrl-C."""
+    """The demo was told to end by a signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -54,17 +54,18 @@ async def play(
     """
     told: list[int] = []
     report: DemoReport | None = None
-    async with anyio.create_task_group() as group:
+    # Around the task group, so that a second signal does not interrupt what the first one made it do.
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+        async with anyio.create_task_group() as group:
 
-        async def obey() -> None:
-            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGHUP) as signals:
+            async def obey() -> None:
                 async for number in signals:
                     told.append(number)
                     group.cancel_scope.cancel()
 
-        group.start_soon(obey)
-        report = await _play(stage, lines, skipped, rate, processes, show)
-        group.cancel_scope.cancel()
+            group.start_soon(obey)
+            report = await _play(stage, lines, skipped, rate, processes, show)
+            group.cancel_scope.cancel()
     if report is None:
         raise Terminated(told[0])
     return report
