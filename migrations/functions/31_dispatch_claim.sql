@@ -42,7 +42,7 @@ end $$;
 --   with its fence: every later write must name job id, fence and claimed_by.
 --   Tenants take turns, beginning behind p_start, first an equal share each, then what is left; null in the array is the
 --   tenant that the caller has bound. p_after[i] is a cursor: rows of tenant i with seq <= it are not looked at.
---   Of the rows looked at, those past their deadline are ended in the same call and come back last, outcome 'expired'; so
+--   Of the rows looked at, those past their deadline are ended in the same call and come back first, outcome 'expired'; so
 --   a call that returns fewer than p_limit rows has seen all there was above its cursors. A row with outcome 'delayed'
 --   and no job id tells in `remaining` how long until the tenant's next delayed job is due.
 --   The body is null where it is longer than p_body_limit, or the bodies of the tenant before it fill p_batch_limit: then
@@ -118,6 +118,12 @@ begin
             from relay.s2r_relay_dispatch_queue q
             where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'ready' and q.seq > v_after
             order by q.seq, q.job_id limit v_quota for update skip locked) l;
+      if v_late is not null then
+        return query
+        select 'expired', v_tenant, e.job_id, null, null, null::bytea, null::bigint, e.attempt, e.max_attempts, e.fence, e.seq,
+               e.created_at, e.expires_at, interval '0'
+        from relay.end_jobs(v_tenant, v_now, false, 'the deadline passed before a relay had claimed the job', null, v_late) e;
+      end if;
       if v_rows is not null then
         return query
         select 'claimed', v_tenant, t.job_id, r.operation, r.headers,
@@ -133,12 +139,6 @@ begin
           from relay.s2r_relay_dispatch_request s
           where s.tenant_id = v_tenant and s.job_id = t.job_id limit 1) r
         order by t.seq, t.job_id;
-      end if;
-      if v_late is not null then
-        return query
-        select 'expired', v_tenant, e.job_id, null, null, null::bytea, null::bigint, e.attempt, e.max_attempts, e.fence, e.seq,
-               e.created_at, e.expires_at, interval '0'
-        from relay.end_jobs(v_tenant, v_now, false, 'the deadline passed before a relay had claimed the job', null, v_late) e;
       end if;
 
       v_full[v_i] := v_got >= v_quota;
