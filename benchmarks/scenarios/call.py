@@ -95,7 +95,7 @@ async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
 
 
 def _cases(quick: bool) -> Sequence[Case]:
-    return [Case({}, 100 if quick else 1_000)]
+    return [Case({}, 60 if quick else 1_000)]
 
 
 SCENARIO = Scenario(

@@ -75,7 +75,7 @@ async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
 
 
 def _cases(quick: bool) -> Sequence[Case]:
-    return [Case({}, 20 if quick else 200)]
+    return [Case({}, 12 if quick else 200)]
 
 
 SCENARIO = Scenario(

@@ -1,0 +1,97 @@
+"""The benchmarks run, check what they did, and report it; how fast they were is nothing a test can say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from benchmarks.cli import main, measure
+from benchmarks.model import Case, CheckFailedError, Measured, Sample, Scenario, check
+from benchmarks.report import print_tables
+from benchmarks.sandbox import Sandbox
+from benchmarks.scenarios import SCENARIOS, claim, drain
+from dispatch_core.dev.postgres import DevServer
+
+TINY_CLAIM = replace(claim.SCENARIO, cases=lambda _: [Case({"claimers": 2, "batch": 5}, jobs=40, preload=60)])
+TINY_DRAIN = replace(
+    drain.SCENARIO,
+    cases=lambda _: [Case({}, jobs=30, preload=30)],
+    contenders=[entry for entry in drain.SCENARIO.contenders if entry.name in ("ours", "loop-1", "sql-2")],
+)
+
+
+async def test_a_run_reports_each_case_with_its_contenders_and_what_was_checked(server: DevServer) -> None:
+    out = StringIO()
+    console = Console(file=out, width=160)
+    document, results = await measure([TINY_CLAIM, TINY_DRAIN], server, console, quick=False, rounds=2)
+    print_tables(results, console)
+    document = json.loads(json.dumps(document))
+
+    assert document["format"] == 1
+    assert document["rounds"] == 2
+    environment = document["environment"]
+    assert environment["server"]["settings"]["synchronous_commit"] == "on"
+    assert environment["durable_commit_ms"]["p50"] > 0
+    assert environment["cores"] >= 1
+
+    by_claim, by_drain = document["results"]
+    assert (by_claim["scenario"], by_claim["case"]) == ("claim", {"claimers": 2, "batch": 5})
+    assert [entry["name"] for entry in by_claim["contenders"]] == ["ours", "bare", "bare-ids"]
+    assert (by_claim["baseline"], by_claim["target"], by_claim["higher_is_better"]) == ("bare", 0.9, True)
+    ours, bare, _ = by_claim["contenders"]
+    assert by_claim["ratio"] == pytest.approx(ours["median"] / bare["median"])
+    for entry in by_claim["contenders"]:
+        assert len(entry["rounds"]) == 2
+        # Claimed twice would be more than distinct; lost would be less than stored.
+        assert entry["checks"] == [{"claimed": 40, "distinct": 40, "stored": 40}] * 2
+        assert entry["extra"]["p99_ms"] >= entry["extra"]["p50_ms"] > 0
+
+    assert by_drain["baseline"] == "loop-1"
+    for entry in by_drain["contenders"]:
+        assert entry["checks"] == [{"handled": 30, "distinct": 30, "succeeded": 30, "results": 30}] * 2
+
+    for text in ("claim", "drain", "claimers=2 batch=5", "ours / best baseline"):
+        assert text in out.getvalue()
+
+
+async def test_a_sample_that_lost_a_job_is_an_error_and_no_figure(server: DevServer) -> None:
+    async def run(sandbox: Sandbox, case: Case, contender: object) -> Sample:
+        counts = await sandbox.counts("ours")
+        return Sample(1.0, check(case.jobs + 1, requests=counts["requests"]))
+
+    broken = replace(TINY_CLAIM, run=run)
+    with pytest.raises(CheckFailedError, match=r"expected 41, found \{'requests': 60\}"):
+        await measure([broken], server, Console(file=StringIO()), quick=False, rounds=1)
+
+
+@pytest.mark.parametrize(("higher_is_better", "best"), [(True, "loop-2"), (False, "loop-1")])
+def test_the_ratio_is_to_the_best_baseline(higher_is_better: bool, best: str) -> None:
+    scenario = replace(drain.SCENARIO, higher_is_better=higher_is_better)
+    values: Sequence[float] = (50, 100, 200, 150, 999)
+    measured = [
+        Measured(contender, [Sample(value, {})]) for contender, value in zip(scenario.contenders, values, strict=True)
+    ]
+    assert scenario.baseline(measured).contender.name == best
+    assert scenario.ratio(measured) == 50 / {"loop-1": 100, "loop-2": 200}[best]
+
+
+@pytest.mark.parametrize("name", list(SCENARIOS))
+def test_each_scenario_names_who_takes_part_and_is_small_when_quick(name: str) -> None:
+    scenario: Scenario = SCENARIOS[name]
+    assert scenario.contenders[0].role == "ours"
+    assert any(contender.role == "baseline" for contender in scenario.contenders)
+    assert all(contender.what for contender in scenario.contenders)
+    assert sum(case.jobs for case in scenario.cases(True)) < sum(case.jobs for case in scenario.cases(False))
+    assert all(scenario.target(case) for case in scenario.cases(False))
+
+
+def test_the_command_lists_scenarios_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(SCENARIOS)
+    assert main(["nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
