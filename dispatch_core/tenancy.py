@@ -1,6 +1,6 @@
 """Know which tenant a statement is for, and whether row security stands behind that.
 
-Tenants are bound inside the SQL functions of schema `relay`, for one transaction (DESIGN 4.5). What is here serves
+Tenants are bound inside the SQL functions of schema `relay`, for one transaction (see SECURITY.md). What is here serves
 reads that go past the functions (the view), and the warning at start.
 """
 

@@ -1,4 +1,4 @@
-"""The way of a job to its completion, and each way in which `complete` returns 0 (DESIGN 4.2)."""
+"""The way of a job to its completion, and each way in which `complete` returns 0."""
 
 from __future__ import annotations
 

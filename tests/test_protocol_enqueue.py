@@ -1,4 +1,4 @@
-"""Enqueue: all or nothing, once, and with times that are times (DESIGN 4.1)."""
+"""Enqueue: all or nothing, once, and with times that are times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines and withdrawal: `mark_expired`, late claims, late completions, polls (DESIGN 4.2)."""
+"""Deadlines and withdrawal: `mark_expired`, late claims, late completions, polls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retry, snooze, release and heartbeat: what a holder may say of its claim short of its end (DESIGN 4.2)."""
+"""Retry, snooze, release and heartbeat: what a holder may say of its claim short of its end."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ async def test_a_drain_ends_when_the_backlog_is_empty_and_retries_are_a_part_of_
 async def test_a_released_job_under_a_constant_backlog_is_claimed_again_within_two_seconds(
     database: TestDatabase, gateway: Any, worker: Any, admin: Any
 ) -> None:
-    """DESIGN 4.4: it lies below the cursor, and no claim above that comes back short."""
+    """It lies below the cursor, and no claim above that comes back short."""
     relay = new_relay(database, concurrency=5, poll_seconds=600.0)
     claimed_at: dict[Any, float] = {}
 
