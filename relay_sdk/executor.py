@@ -27,6 +27,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context, copy_context
 from typing import Any, Final
 
 import anyio
@@ -50,11 +51,11 @@ _SLICE_SECONDS: Final = 0.02
 
 
 def _new_task(
-    coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop, eagerly: bool
+    coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop, context: Context, eagerly: bool
 ) -> asyncio.Task[None]:
     if sys.version_info >= (3, 12) and eagerly:
-        return asyncio.Task(coroutine, loop=loop, eager_start=True)
-    return loop.create_task(coroutine)
+        return asyncio.Task(coroutine, loop=loop, context=context, eager_start=True)
+    return loop.create_task(coroutine, context=context)
 
 
 class Executor:
@@ -82,6 +83,8 @@ class Executor:
         self._stop_with = stop_with
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
+        # Each job begins with a copy of this, not of what the job has left behind that made room for it.
+        self._context = copy_context()
         # Never waited for: how many threads there may be is said by the gates and the slots.
         self._threads = anyio.CapacityLimiter(float("inf"))
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,7 +167,7 @@ class Executor:
 
     def _launch(self, slot: Slot, *, eagerly: bool) -> None:
         # Not eagerly from within another's end: the stack would grow with the queue.
-        task: asyncio.Task[None] = _new_task(self._run(slot), self._loop, eagerly)
+        task: asyncio.Task[None] = _new_task(self._run(slot), self._loop, self._context.copy(), eagerly)
         if task.done():
             self._check(task)
             return
@@ -312,9 +315,13 @@ class Executor:
     def cancel(self, slot: Slot, cause: Cause) -> None:
         """Cancel a handler, or keep it from starting. Nothing happens to a job whose handler is over.
 
-        Idempotent: yes; the first cause stands.
+        Idempotent: yes; the first cause stands, but for LOST: then nothing is written, whatever came before.
         """
-        if slot.state is ENDED or slot.cause is not None:
+        if slot.state is ENDED:
+            return
+        if slot.cause is not None:
+            if cause is Cause.LOST:
+                slot.cause = cause
             return
         slot.cause = cause
         if slot.task is None:

@@ -87,7 +87,9 @@ class Heartbeat:
             due = [
                 slot
                 for slot in self._slots
-                if slot.renewed_at + self._interval <= now or (asked and slot.job.job_id in asked)
+                if (slot.renewed_at + self._interval <= now or (asked and slot.job.job_id in asked))
+                # Settled already, and only its thread still runs.
+                and (slot.state is not ENDED or slot.end is not None)
             ]
             for start in range(0, len(due), _BATCH):
                 try:

@@ -20,7 +20,7 @@ from uuid import UUID
 import anyio
 
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import DatabaseError, TenancyError
+from dispatch_core.errors import DatabaseError, DatabaseUnavailableError, TenancyError
 from dispatch_core.ids import new_instance_id
 from dispatch_core.models import ClaimedJobs, DispatchJob, DispatchStatus, EndedJob
 from relay_sdk.claimer import Claimer
@@ -108,7 +108,7 @@ class Session:
             "degraded" if degraded else self.state,
             self.instance_id,
             listener,
-            "ok" if error is None else "unavailable",
+            "unavailable" if isinstance(error, DatabaseUnavailableError) else "ok",
             len(self._slots),
             sum(slot.state is RUNNING for slot in self._slots),
             max(self._slots.free, 0),

@@ -25,6 +25,17 @@ def test_while_claims_come_back_full_the_cursor_trails_them_and_zero_comes_once_
     assert cursor.position(11.0) == 0
 
 
+def test_after_a_bulk_load_the_cursor_trails_half_a_second_of_claiming() -> None:
+    cursor = ClaimCursor()
+    cursor.answered(0, 100 * SECOND, True, 0.001, 10.0)
+    cursor.answered(98 * SECOND, 100 * SECOND + 500, True, 0.001, 10.3)
+    assert cursor.position(10.4) == 98 * SECOND + 500
+    cursor.answered(98 * SECOND, 100 * SECOND + 900, True, 0.001, 10.5)
+    assert cursor.position(10.6) == 100 * SECOND
+    cursor.answered(100 * SECOND, 100 * SECOND + 990, True, 0.001, 11.0)
+    assert cursor.position(10.9) == 100 * SECOND + 900
+
+
 def test_a_full_claim_from_zero_moves_the_cursor_back_to_the_rows_it_found_there() -> None:
     cursor = ClaimCursor()
     cursor.answered(0, 100 * SECOND, True, 0.001, 10.0)

@@ -407,10 +407,13 @@ async def test_context_variables_of_one_job_are_not_there_for_the_next(database:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("tenant")
     seen: list[str | None] = []
     tasks: set[Any] = set()
-    relay = new_relay(database, concurrency=1)
+    relay = new_relay(database, concurrency=4)
 
+    # One that had to wait is started by the end of the one before it.
+    @relay.handler("One", concurrency=1)
     @relay.handler("Do")
     async def handler(job: DispatchJob) -> None:
+        await asyncio.sleep(0.01)
         seen.append(variable.get(None))
         tasks.add(asyncio.current_task())
         variable.set(str(job.job_id))
@@ -421,8 +424,8 @@ async def test_context_variables_of_one_job_are_not_there_for_the_next(database:
         variable.set(str(job.job_id))
 
     jobs = Jobs(gateway)
-    ids = await jobs.enqueue_many(3) + await jobs.enqueue_many(3, "Thread")
+    ids = await jobs.enqueue_many(3) + await jobs.enqueue_many(3, "Thread") + await jobs.enqueue_many(3, "One")
     async with running(relay):
         await jobs.ends(ids)
-    assert seen == [None] * 6
-    assert len(tasks) == 3
+    assert seen == [None] * 9
+    assert len(tasks) == 6
