@@ -2,8 +2,8 @@
 
 An old transaction anywhere keeps dead queue rows alive, and every claim from zero wades through them. So while there
 is a backlog, a claim passes a cursor that trails the last claim: by two seconds of `seq`, or by half a second of
-claiming where that is less (a bulk load puts 100,000 jobs into a tenth of a second of `seq`). The cursor is a hint: rows
-that commit late, are released or become due lie below it. Therefore
+claiming where that is less (a bulk load puts 100,000 jobs into a tenth of a second of `seq`). The cursor is a hint:
+rows that commit late, are released or become due lie below it. Therefore
 
 * a claim above the cursor that comes back short is followed by one from zero;
 * while claims come back full, there is one from zero at least once a second;
