@@ -40,6 +40,9 @@ Reason: TypeAlias = Literal["notify", "poll", "timer", "more"]
 _REASONS: Final[tuple[Reason, ...]] = ("more", "notify", "timer", "poll")
 """Which one a claim has that has several."""
 
+_SHARE: Final = 16
+"""Jobs for each tenant in a claim, where many have a backlog; and tenants that share even a small claim."""
+
 _POLL_JITTER: Final = 0.25
 
 
@@ -189,11 +192,11 @@ class Claimer:
     # --- one claim ---
 
     async def _claim(self, now: float) -> None:
-        reason, tenants = self._take_rung()
+        limit = min(self._slots.free, self._settings.claim_batch)
+        reason, tenants = self._take_rung(limit)
         if not tenants:
             return
         positions = [self._cursors[tenant].position(now) for tenant in tenants]
-        limit = min(self._slots.free, self._settings.claim_batch)
         claim_id = new_id()
         claimed: ClaimedJobs | None = None
         may_have_taken = False
@@ -230,10 +233,16 @@ class Claimer:
             self._note(claimed, tenants, positions, limit, now, reason)
             await self._deliver(claimed, now)
 
-    def _take_rung(self) -> tuple[Reason, list[str]]:
+    def _take_rung(self, limit: int) -> tuple[Reason, list[str]]:
         for tenant in self._denied:
             self._rung.pop(tenant, None)
-        tenants = list(self._rung)[:1] if self._one_by_one else list(self._rung)
+        tenants = list(self._rung)
+        if self._one_by_one:
+            del tenants[1:]
+        elif "more" in self._rung.values():
+            # Each tenant costs a turn inside the claim. With a backlog in hand some tenants fill it, so they take turns
+            # from claim to claim; without, one statement for all is the cheapest way to find work.
+            del tenants[max(limit // _SHARE, _SHARE) :]
         reasons = {self._rung.pop(tenant) for tenant in tenants}
         self._one_by_one = self._one_by_one and bool(self._rung)
         reason: Reason = next((each for each in _REASONS if each in reasons), "poll")
