@@ -1,0 +1,81 @@
+"""Every function of the protocol that takes a tenant, ready to be called; and who may call it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeAlias
+from uuid import UUID, uuid4
+
+import asyncpg
+
+from tests.support.protocol import ME, RELAY, Connection
+
+Verbs: TypeAlias = "tuple[str, ...]"
+
+_SECONDS = timedelta(seconds=9)
+
+
+def verbs(tenant: str | None, relay: str | None, job_id: UUID) -> dict[str, tuple[str, list[Any]]]:
+    """Every function that a login may call and that takes a tenant, with arguments."""
+    none = [None]
+    return {
+        "enqueue": (
+            "relay.enqueue($1, $2, $3, '{Get}', array['{}'], array[''::bytea], '{1}', $4, '{null}', '{null}')",
+            [tenant, [uuid4()], [relay or RELAY], [_SECONDS]],
+        ),
+        "enqueue_keyed": (
+            "relay.enqueue_keyed($1, $2, $3, 'Get', '{}', '', 1, $4, null, null, $5)",
+            [tenant, uuid4(), relay or RELAY, _SECONDS, str(uuid4())],
+        ),
+        "poll": ("relay.poll($1, $2)", [tenant, [job_id]]),
+        "list_jobs": ("relay.list_jobs($1)", [tenant]),
+        "backlog": ("relay.backlog($1)", [tenant]),
+        "mark_expired": ("relay.mark_expired($1, $2)", [tenant, [job_id]]),
+        "purge": ("relay.purge($1, '0 s', 10)", [tenant]),
+        "claim": ("relay.claim($1, $2, 10, $3, $4, $5)", [relay, [tenant], ME, uuid4(), _SECONDS]),
+        "claim_again": ("relay.claim_again($1, $2, $3, $4)", [relay, [tenant], ME, job_id]),
+        "fetch_body": ("relay.fetch_body($1, $2, $3, 1, $4)", [relay, tenant, job_id, ME]),
+        "heartbeat": ("relay.heartbeat($1, $2, $3, $4, '{1}', $5)", [relay, ME, [tenant], [job_id], _SECONDS]),
+        "complete": (
+            "relay.complete($1, $2, $3, $4, '{1}', '{succeeded}', '{null}', $5, $6, $7, $8)",
+            [relay, ME, [tenant], [job_id], none, none, none, none],
+        ),
+        "retry": (
+            "relay.retry($1, $2, $3, $4, '{1}', $5, '{f}', '{e}', '{m}')",
+            [relay, ME, [tenant], [job_id], [timedelta(0)]],
+        ),
+        "release": ("relay.release($1, $2, $3, $4, '{1}', '{f}')", [relay, ME, [tenant], [job_id]]),
+        "promote_due": ("relay.promote_due($1, $2, 10)", [tenant, relay]),
+        "reclaim": ("relay.reclaim($1, $2, 10, '1 us')", [relay, [tenant]]),
+        "reclaim_lost": ("relay.reclaim_lost($1, $2, 10)", [tenant, relay]),
+        "expire_late": ("relay.expire_late($1, $2, 10)", [tenant, relay]),
+        "channel": ("relay.channel('wake', $1, $2)", [tenant, relay]),
+        "ring": ("relay.ring('{wake}', $1, $2, '{null}')", [[tenant], [relay]]),
+    }
+
+
+GATEWAY_VERBS: Verbs = ("enqueue", "enqueue_keyed", "poll", "list_jobs", "backlog", "mark_expired", "purge")
+OPERATOR_VERBS: Verbs = ("poll", "list_jobs", "backlog", "mark_expired", "purge")
+WORKER_VERBS: Verbs = (
+    "claim", "claim_again", "fetch_body", "heartbeat", "complete", "retry", "release", "promote_due",
+)  # fmt: skip
+COMMON_VERBS: Verbs = ("reclaim", "reclaim_lost", "expire_late", "channel", "ring")
+# What each kind of login may call.
+MAY_CALL: dict[str, Verbs] = {
+    "gateway": (*GATEWAY_VERBS, *COMMON_VERBS),
+    "worker": (*WORKER_VERBS, *COMMON_VERBS),
+    "operator": (*OPERATOR_VERBS, *COMMON_VERBS),
+}
+
+
+async def sqlstate(connection: Connection, call: tuple[str, list[Any]], *, roll_back: bool = True) -> str | None:
+    """Call a function in a transaction of its own; return the SQLSTATE, None where it went well."""
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        await connection.fetch(f"select * from {call[0]}", *call[1])
+    except asyncpg.PostgresError as error:
+        await transaction.rollback()
+        return error.sqlstate
+    await (transaction.rollback() if roll_back else transaction.commit())
+    return None
