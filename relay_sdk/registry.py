@@ -7,15 +7,12 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from dispatch_core.codec import check_name
 from dispatch_core.errors import HandlerRegistrationError, InvalidNameError
 from dispatch_core.models import DispatchJob
 from relay_sdk.outcomes import Outcome
-
-if TYPE_CHECKING:
-    from relay_sdk.slots import Slot
 
 __all__ = ["Gate", "Handler", "HandlerFunction", "Registry"]
 
@@ -28,14 +25,14 @@ _FALLBACK: Final = "the fallback"
 
 
 class Gate:
-    """How many jobs may run at once behind one limit, and those that wait before it, in order."""
+    """How many jobs may run at once behind one limit, and the slots of those that wait before it, in order."""
 
     __slots__ = ("limit", "next_start", "running", "waiting")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.running = 0
-        self.waiting: deque[Slot] = deque()
+        self.waiting: deque[Any] = deque()
         self.next_start = 0.0
         """When, by the monotonic clock, the last job that was sent away from here is to come back."""
 
