@@ -13,15 +13,19 @@ import asyncpg
 import pytest
 
 from dispatch_core.dev.postgres import DevServer
-from dispatch_core.errors import RelayDispatchError
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.errors import DatabaseError, RelayDispatchError
+from dispatch_core.listener import Listener
 from dispatch_core.models import DispatchStatus
-from relay_sdk import DispatchJob, Reply, Retry
+from dispatch_core.settings import CoreSettings
+from relay_sdk import DispatchJob, Relay, RelaySettings, Reply, Retry
 from tests.support.activity import backends
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
+from tests.support.pooler import FakePooler
 from tests.support.proxy import TcpProxy
 from tests.support.relay_process import relay_process
-from tests.support.relays import Jobs, new_relay, running
+from tests.support.relays import QUICK, Jobs, new_relay, running
 
 SUCCEEDED, FAILED, CLAIMED = DispatchStatus.SUCCEEDED, DispatchStatus.FAILED, DispatchStatus.CLAIMED
 FAR: dict[str, Any] = {"lease_seconds": 60.0, "sweep_seconds": 600.0}
@@ -286,10 +290,6 @@ async def test_killed_sessions_are_replaced_and_wake_ups_come_back(
 @pytest.mark.case("C01")
 async def test_a_half_open_listener_is_noticed_and_polling_goes_on(database: TestDatabase, gateway: Any) -> None:
     """C01: only the listening connection is dead, without a FIN."""
-    from dispatch_core.settings import CoreSettings
-    from relay_sdk import Relay, RelaySettings
-    from tests.support.relays import QUICK
-
     async with TcpProxy.before(database.worker_dsn) as proxy:
         core = CoreSettings.load(
             dsn=database.worker_dsn,
@@ -321,8 +321,6 @@ async def test_a_job_committed_between_connecting_and_listening_is_found_at_once
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C03: the first claim comes after LISTEN is confirmed, so nothing falls between the two."""
-    from dispatch_core.listener import Listener
-
     jobs = Jobs(gateway)
     ids: list[Any] = []
     sync = Listener._sync
@@ -343,3 +341,56 @@ async def test_a_job_committed_between_connecting_and_listening_is_found_at_once
     async with running(relay):
         await jobs.ends(ids, timeout=3)
     assert len(ids) == 2
+
+
+@pytest.mark.case("C05")
+@pytest.mark.parametrize("mode", ["swap", "sticky"])
+async def test_behind_a_transaction_pooler_a_relay_polls_and_works(
+    database: TestDatabase, gateway: Any, mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """C05: it finds out that nothing is heard, says so once, and every verb works with backends that change."""
+    async with FakePooler.before(database.worker_dsn, mode=mode) as pooler:
+        core = CoreSettings.load(dsn=pooler.dsn(database.worker_dsn), statement_cache_size=0, probe_timeout_seconds=0.3)
+        relay = Relay("erp", tenants=["acme", "zeta"], core=core, settings=RelaySettings(**QUICK))
+
+        @relay.fallback
+        async def handler(job: DispatchJob) -> Any:
+            return Reply(job.tenant_id) if job.attempt > 1 else Retry(after=0.01)
+
+        everybody = [Jobs(gateway), Jobs(gateway, "zeta")]
+        async with running(relay):
+            await eventually(lambda: relay.health().listener == "polling_only", timeout=15)
+            assert relay.health().status == "degraded"
+            for jobs in everybody:
+                ids = await jobs.enqueue_many(20, max_attempts=2)
+                assert {result.response_body for result in await jobs.ends(ids)} == {jobs.tenant.encode()}
+    assert caplog.text.count("a transaction pooler stands before") == 1
+
+
+async def test_a_row_that_the_database_refuses_fails_alone(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its neighbours in the batch are stored; it ends `failed`, and its finished work is not run again."""
+    complete_many = RelayDispatchRepository.complete_many
+
+    async def refuses(self: Any, relay_id: str, completions: Any, **options: Any) -> Any:
+        if any(completion.response_body == b"poison" for completion in completions):
+            raise DatabaseError("cannot be stored", sqlstate="XX000")
+        return await complete_many(self, relay_id, completions, **options)
+
+    monkeypatch.setattr(RelayDispatchRepository, "complete_many", refuses)
+    relay = new_relay(database)
+    runs: list[bytes] = []
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> Reply:
+        runs.append(job.body)
+        return Reply(job.body)
+
+    jobs = Jobs(gateway)
+    ids = [await jobs.enqueue(body=b"poison" if n == 7 else b"good", max_attempts=3) for n in range(20)]
+    async with running(relay):
+        results = await jobs.ends(ids)
+    assert [result.status for result in results] == [FAILED if n == 7 else SUCCEEDED for n in range(20)]
+    assert results[7].error_code == "S2R-RESULT-INVALID"
+    assert len(runs) == 20

@@ -203,6 +203,38 @@ async def test_a_relay_can_run_again_as_another_instance(database: TestDatabase,
     assert relay.metrics.jobs_succeeded == 2
 
 
+@pytest.mark.parametrize("kind", ["async def", "def", "group"])
+async def test_keyboard_interrupt_of_a_handler_is_raised_by_run(
+    database: TestDatabase, gateway: Any, kind: str
+) -> None:
+    relay = new_relay(database, **FAR)
+
+    def fails(job: DispatchJob) -> None:
+        if kind == "group":
+            raise BaseExceptionGroup("children", [ValueError("a"), KeyboardInterrupt()])
+        raise KeyboardInterrupt
+
+    async def fails_too(job: DispatchJob) -> None:
+        fails(job)
+
+    relay.fallback(fails if kind == "def" else fails_too)
+    jobs = Jobs(gateway)
+    job_id = await jobs.enqueue(max_attempts=2)
+    raised: list[BaseException] = []
+
+    async def run() -> None:
+        try:
+            await relay.run()
+        except BaseException as error:  # noqa: BLE001  asyncio itself would leave the event loop with it
+            raised.append(error)
+
+    task = asyncio.create_task(run())
+    await task
+    assert len(raised) == 1
+    assert isinstance(raised[0], BaseExceptionGroup if kind == "group" else KeyboardInterrupt)
+    assert (await jobs.get(job_id)).status is PENDING
+
+
 @pytest.mark.case("C29")
 async def test_an_answer_in_spite_of_the_cancellation_counts(database: TestDatabase, gateway: Any) -> None:
     """C29: finished work is not thrown away because the relay stops."""
