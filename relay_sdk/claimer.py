@@ -205,16 +205,17 @@ class Claimer:
             with self._claiming:
                 async with self._database.connection() as conn:
                     may_have_taken = True
-                    claimed = await RelayDispatchRepository(conn).claim(
-                        self._relay_id,
-                        claimed_by=self._instance_id,
-                        limit=limit,
-                        claim_id=claim_id,
-                        lease_seconds=self._settings.lease_seconds,
-                        tenants=tenants,
-                        after=positions if any(positions) else None,
-                        body_limit_bytes=self._settings.claim_body_limit_bytes,
-                    )
+                    with anyio.fail_after(self._settings.patience_seconds):
+                        claimed = await RelayDispatchRepository(conn).claim(
+                            self._relay_id,
+                            claimed_by=self._instance_id,
+                            limit=limit,
+                            claim_id=claim_id,
+                            lease_seconds=self._settings.lease_seconds,
+                            tenants=tenants,
+                            after=positions if any(positions) else None,
+                            body_limit_bytes=self._settings.claim_body_limit_bytes,
+                        )
         except DatabaseUnavailableError as error:
             self._failed(error, tenants)
         except DatabaseError as error:
@@ -327,7 +328,8 @@ class Claimer:
         lost = next(entry for entry in self._unanswered if entry.ask_at <= now)
         try:
             async with self._database.connection() as conn:
-                claimed = await self.ask_for(lost, conn)
+                with anyio.fail_after(self._settings.patience_seconds):
+                    claimed = await self.ask_for(lost, conn)
         except (DatabaseError, TenancyError) as error:
             self.last_error = error
             self._not_before = time.monotonic() + self._backoff.next()

@@ -64,8 +64,7 @@ class Completer:
         self._settled = settled
         self._put_back = put_back
         self._metrics = metrics
-        # What an unanswered statement may cost: its retry has to come well before the lease is over.
-        self._patience = max(settings.lease_seconds / 3, 2.0)
+        self._patience = settings.patience_seconds
         self._closed = False
         new = partial(
             Batcher[Slot, Settled],

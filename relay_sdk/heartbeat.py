@@ -58,7 +58,7 @@ class Heartbeat:
         self._interval = settings.heartbeat_interval_seconds
         # Looked at four times an interval: a renewal is late by a quarter of it at most.
         self._tick = max(self._interval / 4, 0.02)
-        self._patience = max(self._lease_seconds / 3, 2.0)
+        self._patience = settings.patience_seconds
         self._database = database
         self._slots = slots
         self._cancel = cancel

@@ -106,10 +106,10 @@ class _Run:
     async def _work_together(self, members: Sequence[tuple[Runnable, Session]]) -> None:
         """Run relays that share their connections."""
         relay = members[0][0]
-        lease = min(member.settings.lease_seconds for member, _ in members)
+        patience = min(member.settings.patience_seconds for member, _ in members)
         sessions = [session for _, session in members]
         try:
-            connections = Connections(relay.core, pool=relay.pool, command_timeout_seconds=max(lease / 3, 2.0))
+            connections = Connections(relay.core, pool=relay.pool, command_timeout_seconds=patience)
             async with contextlib.AsyncExitStack() as stack, anyio.create_task_group() as group:
                 if not await self._started(connections, sessions, stack, group):
                     return

@@ -240,7 +240,8 @@ class Session:
     async def _fetch_body(self, job: DispatchJob) -> bool:
         assert self._connections is not None
         async with self._fetching, self._connections.database.connection() as conn:
-            return await RelayDispatchRepository(conn).fetch_body(job, claimed_by=self.instance_id)
+            with anyio.fail_after(self._settings.patience_seconds):
+                return await RelayDispatchRepository(conn).fetch_body(job, claimed_by=self.instance_id)
 
     def _on_put_back(self, tenant: str, seconds: float) -> None:
         # Below the cursor, in any case.

@@ -76,6 +76,11 @@ class RelaySettings(Settings):
         """Return `heartbeat_seconds`, or a third of the lease where it is not set."""
         return self.lease_seconds / 3 if self.heartbeat_seconds is None else self.heartbeat_seconds
 
+    @property
+    def patience_seconds(self) -> float:
+        """Return how long a statement may go unanswered: its retry has to come well before a lease is over."""
+        return max(self.lease_seconds / 3, 2.0)
+
     @model_validator(mode="after")
     def _a_lease_outlives_two_heartbeats(self) -> Self:
         if self.heartbeat_interval_seconds * 2 > self.lease_seconds:

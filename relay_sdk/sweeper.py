@@ -47,11 +47,12 @@ class Sweeper:
             await anyio.sleep(seconds * random.uniform(0.5, 1.0))
             try:
                 async with self._database.connection() as conn:
-                    jobs = await RelayDispatchRepository(conn).run_sweeps(
-                        self._relay_id,
-                        lease_seconds=self._settings.lease_seconds,
-                        every_seconds=(seconds, seconds, min(seconds, 2.0), 60.0),
-                    )
+                    with anyio.fail_after(self._settings.patience_seconds):
+                        jobs = await RelayDispatchRepository(conn).run_sweeps(
+                            self._relay_id,
+                            lease_seconds=self._settings.lease_seconds,
+                            every_seconds=(seconds, seconds, min(seconds, 2.0), 60.0),
+                        )
             except (DatabaseError, TenancyError) as error:
                 logger.debug("relay %s could not sweep: %s", self._relay_id, error)
                 continue
