@@ -131,7 +131,7 @@ class Batcher(Generic[In, Out]):
 
     # --- giving ---
 
-    def submit(self, item: In, size: int = 0) -> Awaitable[Out]:
+    def submit(self, item: In, size: int = 0) -> asyncio.Future[Out]:
         """Add `item` of `size` bytes and return its result's future.
 
         Cancelling the future (as cancelling a task that awaits it does) touches no other item. The item is dropped if

@@ -6,6 +6,7 @@ that a gateway of ten thousand tenants keeps the few that are busy.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,9 +39,6 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 Answer = TypeVar("Answer")
 
-EnqueueItem: TypeAlias = tuple[EnqueueRow, bool, float]
-"""A row, whether to ring its relay, and the monotonic time at which its sender has given up."""
-
 Polled: TypeAlias = tuple[DispatchResult | None, float]
 """Where a job stands (None: unknown), and a monotonic time that is not after its deadline."""
 
@@ -49,7 +47,35 @@ _POLL_REPEATS: Final = 2
 _BACKOFF_BASE: Final = 0.05
 _BACKOFF_CAP: Final = 1.0
 
+_TELL_EVERY_SECONDS: Final = 0.01
+_ATTEMPT_SECONDS: Final = 5.0
+
 StartSoon: TypeAlias = Callable[[Callable[[], Awaitable[Any]]], None]
+
+
+class EnqueueItem:
+    """A row to be stored, whether to ring its relay, and the monotonic time at which its sender gives up.
+
+    `sink` is what the lane was given or gave for it: a future, or a call-back that may be called twice.
+    """
+
+    __slots__ = ("give_up_at", "notify", "row", "sink")
+
+    def __init__(self, row: EnqueueRow, notify: bool, give_up_at: float) -> None:
+        self.row = row
+        self.notify = notify
+        self.give_up_at = give_up_at
+        self.sink: asyncio.Future[bool] | Callable[[EnqueueItem, bool | Exception], None] | None = None
+
+    def tell(self, error: Exception) -> None:
+        """Answer the sender before the batch has its answer."""
+        sink = self.sink
+        if not isinstance(sink, asyncio.Future):
+            if sink is not None:
+                sink(self, error)
+        elif not sink.done():
+            sink.set_exception(error)
+            sink.exception()  # seen, whether or not anybody still awaits it
 
 
 class TenantLanes(Generic[In, Out]):
@@ -153,41 +179,37 @@ class Lanes:
     async def _send_enqueue(self, tenant: str, items: list[EnqueueItem]) -> Sequence[bool | Exception]:
         """Store the rows, the same ones again after a fault that may pass, each until its sender has given up."""
         backoff = Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
-        last: RelayDispatchError | None = None
         answers: dict[UUID, bool | Exception] = {}
-        left = items
-        while left:
-            now = time.monotonic()
-            give_up_at = min(item[2] for item in left)
-            if give_up_at <= now:
-                for item in left:
-                    if item[2] <= now:
-                        answers[item[0].job_id] = _gave_up(last)
-                left = [item for item in left if item[2] > now]
-                continue
-            try:
-                inserted = await self._store(tenant, left, give_up_at - now)
-            except (DatabaseUnavailableError, DatabaseBusyError) as error:
-                last = error
-                if isinstance(error, DatabaseBusyError) and backoff.attempt + 1 >= _BUSY_TRIES:
-                    answers.update((item[0].job_id, error) for item in left)
-                    break
-                await anyio.sleep(min(backoff.next(), max(0.0, give_up_at - time.monotonic())))
-                continue
-            if left is items:
-                return inserted
-            answers.update((item[0].job_id, new) for item, new in zip(left, inserted, strict=True))
-            break
-        return [answers[item[0].job_id] for item in items]
+        patience = _Patience(items)
+        try:
+            while left := patience.left():
+                try:
+                    inserted = await self._store(tenant, left, patience.attempt_seconds())
+                except (DatabaseUnavailableError, DatabaseBusyError) as error:
+                    patience.last_error = error
+                    if isinstance(error, DatabaseBusyError) and backoff.attempt + 1 >= _BUSY_TRIES:
+                        answers.update((item.row.job_id, error) for item in left)
+                        break
+                    await anyio.sleep(min(backoff.next(), patience.seconds()))
+                    continue
+                if len(left) == len(items):
+                    return inserted
+                answers.update((item.row.job_id, new) for item, new in zip(left, inserted, strict=True))
+                break
+        finally:
+            patience.close()
+        # Those without an answer by now have been told that they waited in vain.
+        # (False is an answer: the row was there, from a try whose reply was lost.)
+        return [answers[item.row.job_id] if item.row.job_id in answers else patience.gave_up() for item in items]
 
     async def _store(self, tenant: str, items: list[EnqueueItem], seconds: float) -> list[bool]:
         async def store(conn: Connection) -> list[bool]:
-            return await RelayDispatchRepository(conn, tenant).enqueue_rows([item[0] for item in items])
+            return await RelayDispatchRepository(conn, tenant).enqueue_rows([item.row for item in items])
 
         inserted = await bounded(self._database, seconds, store)
         self._counters.enqueued += len(items)
         self._counters.enqueue_statements += 1
-        for relay_id in {item[0].relay_id for item in items if item[1]}:
+        for relay_id in {item.row.relay_id for item in items if item.notify}:
             self._doorbell.ring_relay(tenant, relay_id)
         return inserted
 
@@ -294,7 +316,55 @@ def _is_fault_of_one_row(error: RelayDispatchError) -> bool:
     return is_row_fault(error) and not isinstance(error, TenancyError)
 
 
-def _gave_up(last: RelayDispatchError | None) -> DatabaseUnavailableError:
-    error = DatabaseUnavailableError("not enqueued in time; whether the job was stored is unknown")
-    error.__cause__ = last
-    return error
+class _Patience:
+    """The patience of the senders in one batch: each is answered when its own is over, whatever goes on for the others.
+
+    A statement has the time of the *most* patient. With that of the least, a batch that has gathered behind an outage
+    would have a few milliseconds for each try, which on a slow link are never enough: it would be cut, connected anew
+    and cut again for as long as anybody enqueues.
+    """
+
+    __slots__ = ("_timer", "_waiting", "last_error")
+
+    def __init__(self, items: list[EnqueueItem]) -> None:
+        self._waiting = items
+        self.last_error: RelayDispatchError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._arm(time.monotonic())
+
+    def left(self) -> list[EnqueueItem]:
+        """Return those that have not given up, having told the others."""
+        now = time.monotonic()
+        if any(item.give_up_at <= now for item in self._waiting):
+            for item in self._waiting:
+                if item.give_up_at <= now:
+                    item.tell(self.gave_up())
+            self._waiting = [item for item in self._waiting if item.give_up_at > now]
+        return self._waiting
+
+    def seconds(self) -> float:
+        """Return how long the most patient still waits."""
+        return max(0.0, max((item.give_up_at for item in self._waiting), default=0.0) - time.monotonic())
+
+    def attempt_seconds(self) -> float:
+        """Return how long one statement may take: so that another one can follow, where there is time for two."""
+        seconds = self.seconds()
+        return min(seconds, max(seconds / 2, _ATTEMPT_SECONDS))
+
+    def gave_up(self) -> DatabaseUnavailableError:
+        error = DatabaseUnavailableError("not enqueued in time; whether the job was stored is unknown")
+        error.__cause__ = self.last_error
+        return error
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self, now: float) -> None:
+        wait = min(item.give_up_at for item in self._waiting) - now
+        self._timer = asyncio.get_running_loop().call_later(max(wait, _TELL_EVERY_SECONDS), self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self.left():
+            self._arm(time.monotonic())

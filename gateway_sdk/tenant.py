@@ -33,7 +33,7 @@ from dispatch_core.errors import (
     TenancyUnboundError,
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
-from gateway_sdk.lanes import bounded
+from gateway_sdk.lanes import EnqueueItem, bounded
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.waiter import Outcome, Wait
 
@@ -110,7 +110,9 @@ class TenantClient:
         if row.idempotency_key is not None:
             return await self._enqueue_keyed(row, notify, give_up_at)
         try:
-            await self._runtime.lanes.enqueue[self._tenant].submit((row, notify, give_up_at), row.size)
+            item = EnqueueItem(row, notify, give_up_at)
+            item.sink = stored = self._runtime.lanes.enqueue[self._tenant].submit(item, row.size)
+            await stored
         except DatabaseError as error:
             error.job_id = row.job_id
             self._runtime.check_alive(row.job_id)
@@ -218,7 +220,9 @@ class TenantClient:
                 wait.stored()
 
         try:
-            self._runtime.lanes.enqueue[self._tenant].put_nowait((row, True, give_up_at), row.size, on_enqueued)
+            item = EnqueueItem(row, True, give_up_at)
+            item.sink = on_enqueued
+            self._runtime.lanes.enqueue[self._tenant].put_nowait(item, row.size, on_enqueued)
             return _value(await future)
         finally:
             wait.close()

@@ -6,6 +6,7 @@ past the SDK (`tests.support.fleet`).
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,7 @@ from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.fleet import Journal, relay_process, serve
 from tests.support.gateway import open_client
+from tests.support.proxy import TcpProxy
 from tests.support.relays import new_relay, running
 
 JOBS_PER_SECOND = 200
@@ -115,7 +117,9 @@ async def answers_by_notify(client: GatewayClient, *relays: Relay) -> None:
         15,
         message="everybody listening",
     )
-    await client.tenant("acme").call("erp", "Work", body="0", timeout=10)
+    # Results are pushed once somebody waits: the first ones may be there before the LISTEN.
+    while client.health().wakes_by_push == 0:
+        await client.tenant("acme").call("erp", "Work", body="0", timeout=10)
     before, health = relay.metrics.as_dict(), client.health()
     for _ in range(20):
         began = time.monotonic()
@@ -203,6 +207,73 @@ async def test_an_outage_of_30_seconds_under_load_loses_nothing_and_repeats_noth
         await audit(durable_database, load, journal)
         await answers_by_notify(client, here)
     journal.close()
+
+
+@pytest.mark.slow
+@pytest.mark.invariant("I1")
+@pytest.mark.case("C01")
+async def test_connections_that_are_cut_and_stall_under_load_lose_nothing_and_repeat_nothing(
+    database: TestDatabase, tmp_path: Path
+) -> None:
+    """I1, I2: the gateway and the relays each have a network of their own that breaks now and then, at any moment."""
+    journal = Journal(tmp_path / "journal")
+    chance = random.Random(7)
+    async with (
+        TcpProxy.before(database.worker_dsn) as relays_way,
+        TcpProxy.before(database.gateway_dsn) as gateways_way,
+        relay_process(relays_way.dsn(database.worker_dsn), journal, "erp", "acme", **RELAY_SETTINGS),
+    ):
+        here = serve(new_relay(relays_way.dsn(database.worker_dsn), **RELAY_SETTINGS), journal)
+        dsn = gateways_way.dsn(database.gateway_dsn)
+        async with running(here), open_client(dsn) as client, anyio.create_task_group() as tasks:
+            load = Load(client.tenant("acme"))
+            tasks.start_soon(load.run)
+            until = time.monotonic() + 12
+            while time.monotonic() < until:
+                await anyio.sleep(chance.uniform(0.05, 0.5))
+                way = chance.choice([relays_way, gateways_way])
+                match chance.choice(["all", "one", "one", "stall"]):
+                    case "all":
+                        way.reset_all()
+                    case "one":
+                        for connection in way.connections[:1]:
+                            connection.mode = "reset"
+                    case "stall":
+                        for connection in chance.sample(way.connections, len(way.connections) // 2):
+                            connection.mode = "black_hole"
+            relays_way.reset_all()
+            gateways_way.reset_all()
+            load.stop()
+            assert load.refused == []
+            await audit(database, load, journal)
+            await answers_by_notify(client, here)
+    journal.close()
+
+
+@pytest.mark.slow
+async def test_a_gateway_on_a_slow_link_is_well_again_as_soon_as_an_outage_is_over(database: TestDatabase) -> None:
+    """What gathers behind an outage is not tried again with less time than a statement takes there."""
+    async with TcpProxy.before(database.gateway_dsn, delay_seconds=0.05) as way:
+        way.mode = "delay"
+        dsn = way.dsn(database.gateway_dsn)
+        async with (
+            open_client(dsn, write_timeout_seconds=WRITE_TIMEOUT_SECONDS) as client,
+            anyio.create_task_group() as tasks,
+        ):
+            load = Load(client.tenant("acme"))
+            tasks.start_soon(load.run)
+            await eventually(lambda: len(load.accepted) > JOBS_PER_SECOND)
+            way.mode = "black_hole"
+            await eventually(lambda: len(load.refused) > 2 * JOBS_PER_SECOND)
+            way.mode = "delay"
+            accepted, connects = len(load.accepted), way.accepted
+            await eventually(lambda: len(load.accepted) > accepted + 2 * JOBS_PER_SECOND, 8)
+            refused = len(load.refused)
+            await eventually(lambda: len(load.accepted) > accepted + 4 * JOBS_PER_SECOND, 8)
+            assert len(load.refused) == refused
+            assert way.accepted - connects <= 10
+            assert load.slowest < WRITE_TIMEOUT_SECONDS + 0.5
+            load.stop()
 
 
 @pytest.mark.slow
