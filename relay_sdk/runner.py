@@ -118,7 +118,10 @@ class _Run:
                         running.start_soon(self._run_one, session)
                 group.cancel_scope.cancel()
         except BaseException as error:  # noqa: BLE001  raised by `run_relays`, in the caller's task
-            self._failed(error)
+            if all(session.state == "starting" and session.stop_was_asked.is_set() for session in sessions):
+                logger.info("stopped before it had started: %s", error)
+            else:
+                self._failed(error)
 
     async def _started(
         self,
