@@ -1,7 +1,7 @@
 """Ring for what has been committed: wake relays, push results, tell of withdrawals.
 
 A commit that carries NOTIFY holds a lock of the whole database until its WAL is flushed, which makes every ringing
-transaction wait for every other (decision D14). So nothing rings in the transaction that it tells of. Rings are gathered
+transaction wait for every other (D14). So nothing rings in the transaction that it tells of. Rings are gathered
 here and sent after it, at most one statement at a time for the whole process, a relay's wake-up once however often it
 was asked for, by a transaction that does not wait for its flush.
 
