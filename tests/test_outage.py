@@ -111,25 +111,26 @@ async def audit(database: TestDatabase, load: Load, journal: Journal) -> None:
 
 async def answers_by_notify(client: GatewayClient, *relays: Relay) -> None:
     """Hold that wake-ups and results do not come by polling (any more)."""
-    relay = relays[0]
     await eventually(
         lambda: client.health().state == "listening" and all(r.health().listener == "listening" for r in relays),
         15,
         message="everybody listening",
     )
-    # Results are pushed once somebody waits: the first ones may be there before the LISTEN.
-    while client.health().wakes_by_push == 0:
-        await client.tenant("acme").call("erp", "Work", body="0", timeout=10)
-    before, health = relay.metrics.as_dict(), client.health()
-    for _ in range(20):
+    acme = client.tenant("acme")
+
+    async def a_round_goes_by_notify() -> bool:
+        pushed, polled = client.health().wakes_by_push, [relay.metrics.wakeups_by_poll for relay in relays]
         began = time.monotonic()
-        result = await client.tenant("acme").call("erp", "Work", body="0", timeout=10)
-        assert result.status is DispatchStatus.SUCCEEDED
-        assert time.monotonic() - began < 2
-    assert client.health().wakes_by_push - health.wakes_by_push == 20
-    # Some are the other process's; none of this one's is by poll.
-    assert relay.metrics.notifications - before["notifications"] >= 20
-    assert relay.metrics.wakeups_by_poll == before["wakeups_by_poll"]
+        for _ in range(20):
+            assert (await acme.call("erp", "Work", body="0", timeout=10)).status is DispatchStatus.SUCCEEDED
+        return (
+            client.health().wakes_by_push - pushed == 20
+            and [relay.metrics.wakeups_by_poll for relay in relays] == polled
+            and time.monotonic() - began < 5
+        )
+
+    # A process whose pooled connections were cut may lose its first ring.
+    await eventually(a_round_goes_by_notify, 40, message="wake-ups and results by notify")
 
 
 async def refused(call: Callable[[], Awaitable[object]], job_id: UUID | None, within: float) -> None:
