@@ -78,11 +78,13 @@ declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_now    timestamptz := clock_timestamp();
+  -- In a variable: COALESCE counts as leaky, so under row security the comparison would be no index condition, and each
+  -- page would read all the pages before it.
+  v_older  uuid := coalesce(p_before, 'ffffffff-ffff-ffff-ffff-ffffffffffff');
 begin
   if p_status is not null and p_status not in ('pending', 'claimed', 'succeeded', 'failed', 'expired') then
     raise exception 'status must be pending, claimed, succeeded, failed or expired' using errcode = 'S2020';
   end if;
-  -- max(uuid) exists from PostgreSQL 18 on only, hence the constant.
   return query
   select r.job_id, r.relay_id, r.operation, s.status, s.attempt, r.max_attempts, s.claimed_by, s.error_code, r.created_at,
          s.completed_at, r.expires_at
@@ -96,7 +98,7 @@ begin
     from relay.s2r_relay_dispatch_queue q where q.tenant_id = v_tenant and q.job_id = r.job_id
     limit 1) s
   where r.tenant_id = v_tenant
-    and r.job_id < coalesce(p_before, 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid)
+    and r.job_id < v_older
     and (p_relay is null or r.relay_id = p_relay)
     and (p_status is null or s.status = p_status)
   order by r.job_id desc

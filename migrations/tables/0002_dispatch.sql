@@ -49,7 +49,9 @@ create table relay.s2r_relay_dispatch_queue (
   check ((claimed_by is null) = (lease_expires_at is null)),
   check ((state = 'delayed') = (available_at is not null))
 ) with (
-  fillfactor = 80,
+  -- Room for a heartbeat of many rows of one page in one transaction: of 2,000 claims renewed 200 at a time, 98 % are HOT;
+  -- at 80, 80 %, and at 100, 56 %. Claims and completions cost the same at each.
+  fillfactor = 60,
   -- Truncation takes ACCESS EXCLUSIVE, and the table would grow again a moment later.
   vacuum_truncate = off,
   autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_scale_factor = 0,
