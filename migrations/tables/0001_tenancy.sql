@@ -17,8 +17,9 @@ create table relay.installation (
 insert into relay.installation default values;
 
 create table relay.role_binding (
-  -- The oid, not the name: a login that is renamed keeps its binding, one that is dropped and made anew does not.
-  role_oid  oid  not null,
+  -- Kept as the oid, so a login that is renamed keeps its binding and one that is dropped and made anew does not; dumped as
+  -- the name, so a restore on another server binds the login of that name and not whichever one has that number there.
+  role_oid  regrole not null,
   kind      text not null check (kind in ('gateway', 'worker', 'operator')),
   -- null is "every tenant" and "every relay": an explicit row, made by a person. '' is no tenant at all.
   tenant_id text collate "C" check (tenant_id <> '' and octet_length(tenant_id) <= 200),
