@@ -1,0 +1,120 @@
+"""What the README and the pages it leads to say is true: its example runs, its table names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tests.support.cli import environment
+from tests.support.databases import TestDatabase
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+MARKER = "<!-- example: tests/test_readme.py runs this block -->"
+
+INVARIANTS = [f"I{n}" for n in range(1, 10)]
+TEST_ID = re.compile(r"tests/\w+\.py::\w+")
+
+
+def example() -> str:
+    """Return the Python block that follows the marker."""
+    found = re.search(re.escape(MARKER) + r"\s*```python\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def guarantees() -> dict[str, list[str]]:
+    """Return the tests that the table of promises names, by invariant."""
+    rows = re.findall(r"^\| (I\d+) \|.*\|([^|]*)\|$", README, re.MULTILINE)
+    return {invariant: TEST_ID.findall(cell) for invariant, cell in rows}
+
+
+@cache
+def marks_of(path: Path) -> dict[str, str]:
+    """Return the tests of a file with their source, decorators included, below what marks the whole file."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    everywhere = "".join(
+        ast.get_source_segment(text, node) or ""
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
+    )
+    return {
+        node.name: "\n".join(
+            [everywhere, *(ast.unparse(mark) for mark in node.decorator_list), ast.get_docstring(node) or ""]
+        )
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+
+
+async def test_the_example_of_the_readme_runs_as_it_stands(database: TestDatabase, tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(f"GATEWAY_DSN = {database.gateway_dsn!r}\nWORKER_DSN = {database.worker_dsn!r}\n\n{example()}")
+    with anyio.fail_after(60):
+        done = await anyio.run_process(
+            [sys.executable, str(script)], env=environment(), stdin=subprocess.DEVNULL, check=False
+        )
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+    assert done.stdout.decode() == "succeeded {'invoice': 7, 'total': 4200}\n"
+
+
+def test_the_example_of_the_readme_is_as_short_as_it_says() -> None:
+    lines = [line for line in example().splitlines() if line.strip() and not line.startswith(("import ", "from "))]
+    assert len(lines) <= 20
+
+
+def test_every_invariant_has_its_row_in_the_readme() -> None:
+    assert list(guarantees()) == INVARIANTS
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS)
+def test_the_tests_that_the_readme_names_for_a_promise_exist_and_carry_its_id(invariant: str) -> None:
+    named = guarantees()[invariant]
+    assert named, f"{invariant} names no test"
+    for test_id in named:
+        file, name = test_id.split("::")
+        tests = marks_of(ROOT / file)
+        assert name in tests, f"{test_id} does not exist"
+        assert re.search(rf"\b{invariant}\b", tests[name]), f"{test_id} does not say {invariant}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md"])
+def test_every_link_within_the_project_leads_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (ROOT / target).exists(), f"{page} leads to {target}, which is not there"
+
+
+def test_the_page_of_settings_is_what_the_settings_classes_say() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/settings_table.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_page_of_settings_that_differs_is_refused_with_a_diff(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    (tmp_path / "settings_table.py").write_text((ROOT / "docs" / "settings_table.py").read_text())
+    (tmp_path / "settings.md").write_text(
+        page.replace("`RELAY_GRACE_SECONDS` | s | `30`", "`RELAY_GRACE_SECONDS` | s | `60`")
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "settings_table.py"), "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(PYTHONPATH=str(ROOT)),
+    )
+    assert done.returncode == 1
+    assert "-| `RELAY_GRACE_SECONDS` | s | `60`" in done.stderr
+    assert "+| `RELAY_GRACE_SECONDS` | s | `30`" in done.stderr
