@@ -350,6 +350,11 @@ class Database:
         if self._owns_pool and self._pool is not None:
             self._pool.terminate()
 
+    @property
+    def max_size(self) -> int:
+        """How many connections the pool may have."""
+        return self._max_size if self._owns_pool else int(self._pool.get_max_size())
+
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """Lend a pooled connection, with the errors of the block mapped. Not for user code: an `OSError` is taken for

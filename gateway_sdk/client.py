@@ -26,6 +26,8 @@ from dispatch_core.errors import ClientClosedError, ConfigurationError
 from dispatch_core.listener import Listener
 from dispatch_core.migrate import check_schema
 from dispatch_core.tenancy import warn_if_bypassing
+from gateway_sdk.channels import ResultChannels
+from gateway_sdk.direct import DirectStatements
 from gateway_sdk.health import GatewayCounters, GatewayHealth
 from gateway_sdk.lanes import Lanes
 from gateway_sdk.runtime import Runtime
@@ -94,9 +96,9 @@ class GatewayClient:
         return GatewayHealth(
             state="polling_only" if listener is None else listener.state,
             problem=problem,
-            channels=runtime.waiter.channels,
+            channels=len(runtime.channels),
             waiting=runtime.waiter.waiting,
-            tenants=runtime.waiter.rooms,
+            tenants=runtime.waiter.tenants,
             enqueued=counters.enqueued,
             enqueue_statements=counters.enqueue_statements,
             polled=counters.polled,
@@ -181,10 +183,10 @@ class GatewayClient:
         settings, counters, listener = self._settings, GatewayCounters(), self._listener()
         doorbell = Doorbell(*([listener] if listener is not None else []), database)
         lanes = Lanes(database, doorbell, settings, counters, tasks.start_soon)
-        waiter = ResultWaiter(database, lanes, listener, settings, counters, tasks.start_soon)
-        size = settings.core.pool_max_size if self._pool is None else self._pool.get_max_size()
-        keyed = anyio.Semaphore(max(1, size // 2))
-        return Runtime(settings, database, listener, doorbell, lanes, waiter, counters, keyed)
+        direct = DirectStatements(database, settings)
+        channels = ResultChannels(database, listener, settings.max_channels, tasks.start_soon)
+        waiter = ResultWaiter(lanes, channels, listener, settings, counters)
+        return Runtime(settings, database, listener, doorbell, lanes, direct, channels, waiter, counters)
 
     async def _wind_down(
         self,

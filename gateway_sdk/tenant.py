@@ -11,39 +11,30 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from datetime import datetime, timedelta
-from typing import Any, Final, TypeVar
+from typing import Any
 from uuid import UUID
 
 import anyio
 
 from dispatch_core import codec
-from dispatch_core.backoff import Backoff
 from dispatch_core.codec import UNSET, Headers
 from dispatch_core.database import Connection
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository, prepare
 from dispatch_core.errors import (
-    DatabaseBusyError,
     DatabaseError,
-    DatabaseUnavailableError,
     InvalidDeadlineError,
     InvalidInputError,
     MalformedHeadersError,
     TenancyUnboundError,
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
-from gateway_sdk.lanes import EnqueueItem, bounded
+from gateway_sdk.lanes import EnqueueItem
 from gateway_sdk.runtime import Runtime
-from gateway_sdk.waiter import Outcome, Wait
+from gateway_sdk.waits import Outcome, Wait
 
 __all__ = ["TenantClient"]
-
-Argument = TypeVar("Argument")
-Answer = TypeVar("Answer")
-
-_LOCK_TIMEOUT: Final = "55P03"
-_POLL_CHUNK: Final = 1000
 
 
 class TenantClient:
@@ -106,17 +97,13 @@ class TenantClient:
         )
         if conn is not None:
             return await self._enqueue_in(conn, row, notify)
-        give_up_at = time.monotonic() + self._runtime.settings.write_timeout_seconds
+        give_up_at = self._give_up_at()
         if row.idempotency_key is not None:
             return await self._enqueue_keyed(row, notify, give_up_at)
-        try:
+        with self._runtime.under_way(row.job_id):
             item = EnqueueItem(row, notify, give_up_at)
             item.sink = stored = self._runtime.lanes.enqueue[self._tenant].submit(item, row.size)
             await stored
-        except DatabaseError as error:
-            error.job_id = row.job_id
-            self._runtime.check_alive(row.job_id)
-            raise
         return row.job_id
 
     async def enqueue_many(
@@ -134,16 +121,15 @@ class TenantClient:
         job_ids = [row.job_id for row in rows]
         if not rows:
             return job_ids
-        chunks = self._chunks(rows)
         if conn is not None:
             repository = RelayDispatchRepository(conn, self._tenant)
-            for chunk in chunks:
+            for chunk in self._runtime.direct.chunks(rows):
                 await repository.enqueue_rows(chunk, notify=notify)
             return job_ids
-        give_up_at = time.monotonic() + self._runtime.settings.write_timeout_seconds
-        await self._repeat(self._store_all, chunks, give_up_at=give_up_at)
+        with self._runtime.under_way():
+            statements = await self._runtime.direct.enqueue_many(self._tenant, rows, self._give_up_at())
         self._runtime.counters.enqueued += len(rows)
-        self._runtime.counters.enqueue_statements += len(chunks)
+        self._runtime.counters.enqueue_statements += statements
         if notify:
             for relay_id in {row.relay_id for row in rows}:
                 self._runtime.doorbell.ring_relay(self._tenant, relay_id)
@@ -284,12 +270,8 @@ class TenantClient:
         Raises: MalformedHeadersError, DatabaseUnavailableError.
         """
         wanted = _job_id(job_id)
-        try:
+        with self._runtime.under_way(wanted):
             result, _ = await self._runtime.lanes.poll[self._tenant].submit(wanted, self._runtime.lanes.poll_size)
-        except DatabaseError as error:
-            error.job_id = wanted
-            self._runtime.check_alive(wanted)
-            raise
         return result
 
     async def poll_many(self, job_ids: Iterable[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
@@ -298,21 +280,8 @@ class TenantClient:
         A job whose stored response headers are malformed has the error as its answer.
         """
         ids = list(dict.fromkeys(_job_id(job_id) for job_id in job_ids))
-        results: dict[UUID, DispatchResult | MalformedHeadersError] = {}
-        give_up_at = time.monotonic() + self._runtime.settings.write_timeout_seconds
-
-        async def read(chunk: Sequence[UUID], seconds: float) -> None:
-            results.update(
-                await bounded(
-                    self._runtime.database,
-                    seconds,
-                    lambda conn: RelayDispatchRepository(conn, self._tenant).poll_many(chunk),
-                )
-            )
-
-        for start in range(0, len(ids), _POLL_CHUNK):
-            await self._repeat(read, ids[start : start + _POLL_CHUNK], give_up_at=give_up_at)
-        return results
+        with self._runtime.under_way():
+            return await self._runtime.direct.poll_many(self._tenant, ids, self._give_up_at())
 
     # --- withdrawing ----------------------------------------------------------------------------------------------
 
@@ -323,12 +292,8 @@ class TenantClient:
         returns 0, and so may one that follows an error.
         """
         wanted = _job_id(job_id)
-        try:
+        with self._runtime.under_way(wanted):
             return await self._runtime.lanes.expire[self._tenant].submit(wanted)
-        except DatabaseError as error:
-            error.job_id = wanted
-            self._runtime.check_alive(wanted)
-            raise
 
     # --- pieces ---------------------------------------------------------------------------------------------------
 
@@ -340,6 +305,9 @@ class TenantClient:
             max_ttl_seconds=settings.max_ttl_seconds,
             max_body_bytes=settings.core.max_body_bytes,
         )
+
+    def _give_up_at(self) -> float:
+        return time.monotonic() + self._runtime.settings.write_timeout_seconds
 
     async def _enqueue_in(self, conn: Connection, row: EnqueueRow, notify: bool) -> UUID:
         repository = RelayDispatchRepository(conn, self._tenant)
@@ -354,77 +322,13 @@ class TenantClient:
         return row.job_id
 
     async def _enqueue_keyed(self, row: EnqueueRow, notify: bool, give_up_at: float) -> UUID:
-        job_id, duplicate = await self._repeat(self._store_keyed, row, give_up_at=give_up_at, job_id=row.job_id)
+        with self._runtime.under_way(row.job_id):
+            job_id, duplicate = await self._runtime.direct.enqueue_keyed(self._tenant, row, give_up_at)
         self._runtime.counters.enqueued += not duplicate
         # A duplicate with our id is this very call: its first reply was lost.
         if notify and (not duplicate or job_id == row.job_id):
             self._runtime.doorbell.ring_relay(self._tenant, row.relay_id)
         return job_id
-
-    async def _store_keyed(self, row: EnqueueRow, seconds: float) -> tuple[UUID, bool]:
-        async def store(conn: Connection) -> tuple[UUID, bool]:
-            timeout = max(0.001, min(self._runtime.settings.lock_timeout_seconds, until - time.monotonic()))
-            return await RelayDispatchRepository(conn, self._tenant).enqueue_keyed_row(
-                row, lock_timeout_seconds=timeout
-            )
-
-        until = time.monotonic() + seconds
-        # It may wait for somebody's transaction, so there are never so many of these that others get no connection.
-        with anyio.move_on_after(seconds) as queueing:
-            async with self._runtime.keyed:
-                queueing.deadline = math.inf
-                return await bounded(self._runtime.database, max(0.001, until - time.monotonic()), store)
-        raise DatabaseBusyError("too many enqueues wait for idempotency keys; nothing was sent", sqlstate=_LOCK_TIMEOUT)
-
-    async def _store_all(self, chunks: Sequence[Sequence[EnqueueRow]], seconds: float) -> None:
-        async def store(conn: Connection) -> None:
-            repository = RelayDispatchRepository(conn, self._tenant)
-            if len(chunks) == 1:
-                await repository.enqueue_rows(chunks[0])
-                return
-            async with conn.transaction():
-                for chunk in chunks:
-                    await repository.enqueue_rows(chunk)
-
-        await bounded(self._runtime.database, seconds, store)
-
-    async def _repeat(
-        self,
-        statement: Callable[[Argument, float], Awaitable[Answer]],
-        argument: Argument,
-        *,
-        give_up_at: float,
-        job_id: UUID | None = None,
-    ) -> Answer:
-        """Run what can be repeated without harm until it succeeds, its sender has given up, or a lock is waited for."""
-        backoff = Backoff(0.05, 1.0)
-        self._runtime.check_open(job_id)
-        while True:
-            try:
-                return await statement(argument, max(0.001, give_up_at - time.monotonic()))
-            except (DatabaseUnavailableError, DatabaseBusyError) as error:
-                error.job_id = job_id
-                pause = backoff.next()
-                is_busy = isinstance(error, DatabaseBusyError)
-                if is_busy and (error.sqlstate == _LOCK_TIMEOUT or backoff.attempt >= 5):
-                    raise
-                if time.monotonic() + pause >= give_up_at:
-                    raise
-                self._runtime.check_alive(job_id)
-            await anyio.sleep(pause)
-
-    def _chunks(self, rows: Sequence[EnqueueRow]) -> list[Sequence[EnqueueRow]]:
-        """Cut rows into statements of bounded size; one transaction then holds them together."""
-        limit = self._runtime.settings.enqueue_batch_bytes
-        chunks: list[Sequence[EnqueueRow]] = []
-        start = size = 0
-        for n, row in enumerate(rows):
-            if n > start and (size + row.size > limit or n - start >= 5000):
-                chunks.append(rows[start:n])
-                start, size = n, 0
-            size += row.size
-        chunks.append(rows[start:])
-        return chunks
 
 
 def _into(future: asyncio.Future[Outcome]) -> Any:

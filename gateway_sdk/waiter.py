@@ -23,39 +23,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import heapq
-import itertools
-import logging
 import random
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 from uuid import UUID
 
-import anyio
-
-from dispatch_core.database import Database
-from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import (
-    DatabaseUnavailableError,
-    RelayDispatchError,
-    TenancyError,
-    UnknownJobError,
-    WaitTimeoutError,
-)
+from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError, UnknownJobError, WaitTimeoutError
 from dispatch_core.listener import Listener, ListenerState
 from dispatch_core.models import DispatchResult, DispatchStatus
+from gateway_sdk.channels import ResultChannels
+from gateway_sdk.due import Due
 from gateway_sdk.health import GatewayCounters
-from gateway_sdk.lanes import Lanes, Polled, StartSoon
+from gateway_sdk.lanes import Lanes, Polled
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.waits import Job, Outcome, Room, Wait
 
-__all__ = ["Outcome", "ResultWaiter", "Wait"]
-
-logger = logging.getLogger(__name__)
-
-Outcome: TypeAlias = DispatchResult | Exception
-"""How a wait ends. An error is a value here, because it may never be asked for."""
+__all__ = ["ResultWaiter"]
 
 _YOUNG_SECONDS: Final = 0.05
 """The shortest time between two polls of a job whose result is not pushed."""
@@ -64,123 +49,24 @@ _SILENCE_SECONDS: Final = 1.0
 """A poll that has had no answer for so long, when a wait is to end, means that the database is away."""
 
 
-class Wait:
-    """One caller's wait for one job. Close it, whatever has come of it."""
-
-    __slots__ = ("_deliver", "_job", "_timer", "_waiter")
-
-    def __init__(self, waiter: ResultWaiter, job: _Job, deliver: Callable[[Outcome], None]) -> None:
-        self._waiter = waiter
-        self._job = job
-        self._deliver: Callable[[Outcome], None] | None = deliver
-        self._timer: asyncio.TimerHandle | None = None
-
-    def stored(self) -> None:
-        """Say that the job which was to be enqueued is committed."""
-        self._waiter._stored(self._job)
-
-    def end(self, outcome: Outcome) -> None:
-        """Deliver `outcome`, unless another one was first."""
-        deliver, self._deliver = self._deliver, None
-        if deliver is not None:
-            deliver(outcome)
-
-    def close(self) -> None:
-        """Stop to wait. Idempotent: yes."""
-        self._deliver = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._waiter._leave(self._job, self)
-
-
-class _Job:
-    """What is known of one job that somebody waits for."""
-
-    __slots__ = (
-        "again",
-        "asked_at",
-        "at_deadline",
-        "due",
-        "error",
-        "expired",
-        "job_id",
-        "key",
-        "marked",
-        "polling",
-        "pushed",
-        "room",
-        "since",
-        "storing",
-        "timer",
-        "waits",
-    )
-
-    def __init__(self, room: _Room, job_id: UUID, key: str) -> None:
-        self.room = room
-        self.job_id = job_id
-        self.key = key
-        self.waits: list[Wait] = []
-        self.since = time.monotonic()
-        self.due = 0.0
-        # A poll is on its way since `asked_at`; `again`: what it will read may be too old already.
-        self.polling = False
-        self.again = False
-        self.asked_at = 0.0
-        self.pushed = False
-        # Not committed yet, by the caller who waits here: an unknown id is no error.
-        self.storing = False
-        self.error: RelayDispatchError | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.at_deadline = False
-        # What a poll has called expired, and whether we have tried to store that.
-        self.expired: DispatchResult | None = None
-        self.marked = False
-
-
-class _Room:
-    """The jobs of one tenant, by the hexadecimal form of their ids, which is what a push carries."""
-
-    __slots__ = ("callback", "channel", "deaf", "empty_since", "jobs", "subscribing", "tenant", "tick_at")
-
-    def __init__(self, tenant: str) -> None:
-        self.tenant = tenant
-        self.jobs: dict[str, _Job] = {}
-        self.channel: str | None = None
-        self.callback: Callable[[str], None] | None = None
-        self.subscribing = False
-        # This login may not listen for the tenant's results.
-        self.deaf = False
-        self.tick_at = float("inf")
-        self.empty_since: float | None = None
-
-
 class ResultWaiter:
     """All waits of a client. Run `run` in the owner's task group."""
 
     def __init__(
         self,
-        database: Database,
         lanes: Lanes,
+        channels: ResultChannels,
         listener: Listener | None,
         settings: GatewaySettings,
         counters: GatewayCounters,
-        start_soon: StartSoon,
     ) -> None:
-        self._database = database
         self._lanes = lanes
-        self._listener = listener
+        self._channels = channels
         self._settings = settings
         self._counters = counters
-        self._start_soon = start_soon
         self._loop = asyncio.get_running_loop()
-        self._rooms: dict[str, _Room] = {}
-        self._channels = 0
-        self._warned_of_channels = False
-        # Rooms by their next tick. An entry whose time is not its room's `tick_at` any more is void.
-        self._ticks: list[tuple[float, int, _Room]] = []
-        self._numbers = itertools.count()
-        self._alarm = anyio.Event()
+        self._rooms: dict[str, Room] = {}
+        self._ticks = Due[Room]()
         self._closed: Callable[[UUID], Exception] | None = None
         if listener is not None:
             listener.on_catch_up(self._poll_all)
@@ -209,31 +95,26 @@ class ResultWaiter:
             raise self._closed(job_id)
         room = self._rooms.get(tenant)
         if room is None:
-            room = self._rooms[tenant] = _Room(tenant)
-        if room.channel is None:
-            self._subscribe_soon(room)
+            room = self._rooms[tenant] = Room(tenant)
+            self._join(room)
         key = job_id.hex
         job = room.jobs.get(key)
         is_new = job is None
         if job is None:
-            job = room.jobs[key] = _Job(room, job_id, key)
-            job.storing = storing
+            job = room.jobs[key] = Job(room, job_id, key, storing)
             room.empty_since = None
         wait = Wait(self, job, deliver)
         job.waits.append(wait)
-        if timeout is not None and timeout != float("inf"):
-            wait._timer = self._loop.call_later(timeout, self._timed_out, wait)
+        if timeout is not None:
+            wait.timer = self._loop.call_later(timeout, self._timed_out, wait)
         if is_new:
             if deadline is not None:
                 self._arm(job, deadline)
             if not storing:
                 self._poll(job)
             self._plan(job)
-            self._plan_tick(room, job.due)
-        elif job.polling or self._is_listening(room):
-            pass  # it will be told, by the poll under way or by a push
-        else:
-            self._poll(job)
+        elif not job.polling and not self._channels.is_listening(tenant):
+            self._poll(job)  # else it will be told, by the poll under way or by a push
         return wait
 
     @property
@@ -242,12 +123,7 @@ class ResultWaiter:
         return sum(len(room.jobs) for room in self._rooms.values())
 
     @property
-    def channels(self) -> int:
-        """How many tenants' results are pushed, or will be once there is a connection."""
-        return self._channels
-
-    @property
-    def rooms(self) -> int:
+    def tenants(self) -> int:
         """How many tenants something is kept for."""
         return len(self._rooms)
 
@@ -260,27 +136,28 @@ class ResultWaiter:
 
     # --- the life of a job ---
 
-    def _stored(self, job: _Job) -> None:
+    def on_stored(self, job: Job) -> None:
+        """Note that the job is committed."""
         job.storing = False
         # Where it has been listened to since before the commit, a result will ring: no poll is needed.
-        if job.again or job.at_deadline or not self._is_listening(job.room):
+        if job.waits and (job.again or job.at_deadline or not self._channels.is_listening(job.room.tenant)):
             job.again = False
             self._poll(job)
 
-    def _leave(self, job: _Job, wait: Wait) -> None:
+    def on_left(self, wait: Wait) -> None:
+        """Forget a wait, and its job with the last one."""
+        job = wait.job
         if wait in job.waits:
             job.waits.remove(wait)
             if not job.waits:
                 self._forget(job)
 
-    def _forget(self, job: _Job) -> None:
-        if job.timer is not None:
-            job.timer.cancel()
-            job.timer = None
+    def _forget(self, job: Job) -> None:
+        self._set_timer(job, None)
         if job.room.jobs.get(job.key) is job:
             del job.room.jobs[job.key]
 
-    def _finish(self, job: _Job, outcome: DispatchResult | Callable[[], Exception]) -> None:
+    def _finish(self, job: Job, outcome: DispatchResult | Callable[[], Exception]) -> None:
         waits, job.waits = job.waits, []
         self._forget(job)
         if isinstance(outcome, DispatchResult):
@@ -292,10 +169,7 @@ class ResultWaiter:
             # An error of its own for each: one that is raised in many tasks collects all their tracebacks.
             wait.end(outcome if isinstance(outcome, DispatchResult) else outcome())
 
-    def _fail(self, job: _Job, error: Exception) -> None:
-        self._finish(job, partial(_for_job, error, job.job_id))
-
-    def _poll(self, job: _Job) -> None:
+    def _poll(self, job: Job) -> None:
         if job.polling or job.storing:
             job.again = True
             return
@@ -307,7 +181,7 @@ class ResultWaiter:
         job.polling = True
         job.asked_at = time.monotonic()
 
-    def _polled(self, job: _Job, _job_id: UUID, answer: Polled | Exception) -> None:
+    def _polled(self, job: Job, _job_id: UUID, answer: Polled | Exception) -> None:
         job.polling = False
         if not job.waits:
             return
@@ -322,7 +196,6 @@ class ResultWaiter:
             job.at_deadline = False
             self._arm(job, deadline)
             self._plan(job)
-            self._plan_tick(job.room, job.due)
             if job.again:
                 job.again = False
                 self._poll(job)
@@ -332,128 +205,80 @@ class ResultWaiter:
         else:
             self._finish(job, result)
 
-    def _poll_failed(self, job: _Job, error: Exception) -> None:
+    def _poll_failed(self, job: Job, error: Exception) -> None:
         job.again = False
         if job.expired is not None:
             self._finish(job, job.expired)
         elif not isinstance(error, RelayDispatchError) or not error.retryable or job.at_deadline:
-            self._fail(job, error)
+            self._finish(job, partial(_for_job, error, job.job_id))
         else:
             job.error = error
             if job.timer is None:
                 # No deadline is known, so those who gave no timeout would wait without any bound.
-                for wait in [wait for wait in job.waits if wait._timer is None]:
-                    job.waits.remove(wait)
+                for wait in [wait for wait in job.waits if wait.timer is None]:
+                    self.on_left(wait)
                     wait.end(_for_job(error, job.job_id))
-                if not job.waits:
-                    self._forget(job)
-                    return
-            self._plan(job)
-            self._plan_tick(job.room, job.due)
+            if job.waits:
+                self._plan(job)
 
     def _timed_out(self, wait: Wait) -> None:
-        job = wait._job
-        wait._timer = None
-        if wait in job.waits:
-            job.waits.remove(wait)
+        job = wait.job
+        wait.timer = None
         if job.expired is not None:
             outcome: Outcome = job.expired
         elif job.error is not None:
             outcome = _for_job(job.error, job.job_id)
-        elif job.storing or (job.polling and time.monotonic() - job.asked_at >= _SILENCE_SECONDS):
+        elif job.storing or job.is_silent(_SILENCE_SECONDS):
             outcome = _no_answer(job)
         else:
             outcome = WaitTimeoutError(job_id=job.job_id)
-        if not job.waits:
-            self._forget(job)
+        self.on_left(wait)
         wait.end(outcome)
 
     # --- the deadline ---
 
-    def _arm(self, job: _Job, deadline: float) -> None:
-        """Set the timer for a deadline that is not before `deadline`; each poll gives a closer one."""
+    def _set_timer(self, job: Job, seconds: float | None, callback: Callable[[Job], None] | None = None) -> None:
         if job.timer is not None:
             job.timer.cancel()
-        job.timer = self._loop.call_later(max(0.001, deadline - time.monotonic()), self._reached, job)
+        job.timer = None if seconds is None or callback is None else self._loop.call_later(seconds, callback, job)
 
-    def _reached(self, job: _Job) -> None:
-        if job.storing or (job.polling and time.monotonic() - job.asked_at >= _SILENCE_SECONDS):
+    def _arm(self, job: Job, deadline: float) -> None:
+        """Set the timer for a deadline that is not before `deadline`; each poll gives a closer one."""
+        self._set_timer(job, max(0.001, deadline - time.monotonic()), self._reached)
+
+    def _reached(self, job: Job) -> None:
+        if job.storing or job.is_silent(_SILENCE_SECONDS):
             self._give_up(job)
             return
         job.at_deadline = True
-        job.timer = self._loop.call_later(self._settings.deadline_grace_seconds, self._give_up, job)
+        self._set_timer(job, self._settings.deadline_grace_seconds, self._give_up)
         self._poll(job)
 
-    def _give_up(self, job: _Job) -> None:
-        job.timer = None
-        if job.expired is not None:
-            self._finish(job, job.expired)
-        else:
-            self._finish(job, partial(_no_answer, job))
+    def _give_up(self, job: Job) -> None:
+        self._finish(job, job.expired or partial(_no_answer, job))
 
-    def _mark(self, job: _Job) -> None:
-        if job.timer is not None:
-            job.timer.cancel()
-        job.timer = self._loop.call_later(self._settings.deadline_grace_seconds, self._give_up, job)
+    def _mark(self, job: Job) -> None:
+        self._set_timer(job, self._settings.deadline_grace_seconds, self._give_up)
         try:
             self._lanes.expire[job.room.tenant].put_nowait(job.job_id, 0, partial(self._marked, job))
         except RelayDispatchError:
             pass  # closing: `close` ends the waits
 
-    def _marked(self, job: _Job, _job_id: UUID, answer: int | Exception) -> None:
+    def _marked(self, job: Job, _job_id: UUID, answer: int | Exception) -> None:
         if not job.waits:
             return
         job.marked = True
-        if isinstance(answer, Exception):
-            assert job.expired is not None
+        if isinstance(answer, Exception) and job.expired is not None:
             self._finish(job, job.expired)
         else:
             self._poll(job)
 
     # --- push ---
 
-    def _is_listening(self, room: _Room) -> bool:
-        return self._listener is not None and room.channel is not None and self._listener.is_listening_to(room.channel)
+    def _join(self, room: Room) -> None:
+        self._channels.join(room.tenant, partial(self._on_results, room), partial(self._poll_room, room))
 
-    def _subscribe_soon(self, room: _Room) -> None:
-        if self._listener is None or room.subscribing or room.deaf:
-            return
-        if self._channels >= self._settings.max_channels:
-            if not self._warned_of_channels:
-                self._warned_of_channels = True
-                logger.warning(
-                    "results of more than %d tenants are waited for: those of the others are polled",
-                    self._settings.max_channels,
-                )
-            return
-        room.subscribing = True
-        self._channels += 1
-        self._start_soon(partial(self._subscribe, room))
-
-    async def _subscribe(self, room: _Room) -> None:
-        assert self._listener is not None
-        try:
-            async with self._database.connection() as conn:
-                channel = await RelayDispatchRepository(conn, room.tenant).channel("result")
-        except RelayDispatchError as error:
-            self._channels -= 1
-            # The next tick tries again, unless it was a refusal.
-            room.subscribing = False
-            if isinstance(error, TenancyError):
-                room.deaf = True
-                logger.warning("the results of tenant %r are not pushed, only polled: %s", room.tenant, error)
-            return
-        room.subscribing = False
-        if self._rooms.get(room.tenant) is not room:
-            self._channels -= 1
-            return
-        room.channel = channel
-        room.callback = partial(self._on_results, room)
-        if await self._listener.subscribe(channel, room.callback):
-            # What ended between the first poll and the LISTEN did not ring here.
-            self._poll_room(room)
-
-    def _on_results(self, room: _Room, payload: str) -> None:
+    def _on_results(self, room: Room, payload: str) -> None:
         jobs = room.jobs
         for key in payload.split(","):
             job = jobs.get(key)
@@ -465,86 +290,62 @@ class ResultWaiter:
         for room in self._rooms.values():
             self._poll_room(room)
 
-    def _poll_room(self, room: _Room) -> None:
+    def _poll_room(self, room: Room) -> None:
         for job in room.jobs.values():
             self._poll(job)
 
     def _on_state_change(self, state: ListenerState) -> None:
         if state in ("degraded", "polling_only"):
             for room in self._rooms.values():
-                self._plan_all(room)
+                for job in room.jobs.values():
+                    self._plan(job)
 
     # --- polling beneath ---
 
-    def _plan(self, job: _Job) -> None:
+    def _plan(self, job: Job) -> None:
         """Say when the job is polled next if nothing else happens."""
         interval = self._settings.poll_interval_seconds
-        if not self._is_listening(job.room):
+        if not self._channels.is_listening(job.room.tenant):
             # Half its age, so that a short job is found soon, and a long one is not asked for a hundred times.
             interval = min(interval, max(_YOUNG_SECONDS, (time.monotonic() - job.since) / 2))
         job.due = time.monotonic() + interval * random.uniform(0.8, 1.0)
-
-    def _plan_all(self, room: _Room) -> None:
-        for job in room.jobs.values():
-            self._plan(job)
-        if room.jobs:
-            self._plan_tick(room, min(job.due for job in room.jobs.values()))
-
-    def _plan_tick(self, room: _Room, at: float) -> None:
-        """See to it that the room is looked at by then."""
-        if at >= room.tick_at:
-            return
-        if not self._ticks or at < self._ticks[0][0]:
-            self._alarm.set()
-        room.tick_at = at
-        heapq.heappush(self._ticks, (at, next(self._numbers), room))
+        self._ticks.plan(job.room, job.due)
 
     async def run(self) -> None:
         """Poll what is due, and drop what is kept for tenants that nobody waits for any more, until cancelled."""
         idle = self._settings.tenant_idle_seconds
         drop_lanes_at = time.monotonic() + idle
         while True:
+            for room in self._ticks.take():
+                self._tick(room)
             now = time.monotonic()
-            while self._ticks and self._ticks[0][0] <= now:
-                at, _, room = heapq.heappop(self._ticks)
-                if at == room.tick_at:
-                    self._tick(room, now)
             if now >= drop_lanes_at:
                 drop_lanes_at = now + idle
                 self._lanes.drop_idle()
-            until = min(drop_lanes_at, self._ticks[0][0] if self._ticks else drop_lanes_at)
-            with anyio.move_on_after(max(0.0, until - time.monotonic())):
-                await self._alarm.wait()
-            self._alarm = anyio.Event()
+            await self._ticks.wait(drop_lanes_at)
 
-    def _tick(self, room: _Room, now: float) -> None:
-        room.tick_at = float("inf")
+    def _tick(self, room: Room) -> None:
+        now = time.monotonic()
         if not room.jobs:
             if room.empty_since is None:
                 room.empty_since = now
             drop_at = room.empty_since + self._settings.tenant_idle_seconds
-            if now >= drop_at:
-                self._drop(room)
+            if now < drop_at:
+                self._ticks.plan(room, drop_at)
             else:
-                self._plan_tick(room, drop_at)
+                del self._rooms[room.tenant]
+                self._channels.leave(room.tenant)
             return
-        if room.channel is None:
-            self._subscribe_soon(room)
+        self._join(room)
         # Where results are pushed, all jobs of a tenant are asked for together: one statement an interval.
-        everything = self._is_listening(room)
+        everything = self._channels.is_listening(room.tenant)
         for job in room.jobs.values():
             if everything or job.due <= now + _YOUNG_SECONDS:
                 if not job.storing:
                     self._poll(job)
                 self._plan(job)
-        self._plan_tick(room, min(job.due for job in room.jobs.values()))
-
-    def _drop(self, room: _Room) -> None:
-        if self._rooms.get(room.tenant) is room:
-            del self._rooms[room.tenant]
-        if room.channel is not None and room.callback is not None and self._listener is not None:
-            self._listener.unsubscribe(room.channel, room.callback)
-            self._channels -= 1
+            else:
+                self._ticks.plan(room, job.due)
 
 
 def _for_job(error: Exception, job_id: UUID) -> Exception:
@@ -555,7 +356,7 @@ def _for_job(error: Exception, job_id: UUID) -> Exception:
     return own
 
 
-def _no_answer(job: _Job) -> DatabaseUnavailableError:
+def _no_answer(job: Job) -> DatabaseUnavailableError:
     if job.storing:
         text = f"PostgreSQL did not say in time that job {job.job_id} is stored; whether it is, is unknown"
     else:

@@ -20,7 +20,7 @@ from dispatch_core.errors import (
 )
 from dispatch_core.models import Completion, DispatchJob
 from gateway_sdk import DispatchResult, DispatchStatus
-from gateway_sdk.waiter import ResultWaiter
+from gateway_sdk.channels import ResultChannels
 from tests.support.activity import pid_of
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
@@ -99,14 +99,14 @@ async def test_a_result_between_the_first_poll_and_the_listen_is_not_missed(
     database: TestDatabase, relay: PlayedRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The LISTEN of the tenant is held up until the job, found live by the first poll, has ended and rung unheard."""
-    subscribe = ResultWaiter._subscribe
+    subscribe = ResultChannels._open
     go = anyio.Event()
 
-    async def late(self: ResultWaiter, room: object) -> None:
+    async def late(self: ResultChannels, tenant: str, channel: object) -> None:
         await go.wait()
-        await subscribe(self, room)  # type: ignore[arg-type]
+        await subscribe(self, tenant, channel)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ResultWaiter, "_subscribe", late)
+    monkeypatch.setattr(ResultChannels, "_open", late)
     # Deaf, a young job would be polled soon: so with the polls beneath it out of the way.
     monkeypatch.setattr("gateway_sdk.waiter._YOUNG_SECONDS", NEVER)
     async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
@@ -133,20 +133,20 @@ async def test_a_call_whose_tenant_is_first_listened_to_while_it_is_stored_misse
     database: TestDatabase, relay: PlayedRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relay is done, and has rung unheard, before the enqueue's reply is there; the LISTEN comes in between."""
-    subscribe = ResultWaiter._subscribe
+    subscribe = ResultChannels._open
     listen, reply = anyio.Event(), anyio.Event()
     enqueue_rows = RelayDispatchRepository.enqueue_rows
 
-    async def late_listen(self: ResultWaiter, room: object) -> None:
+    async def late_listen(self: ResultChannels, tenant: str, channel: object) -> None:
         await listen.wait()
-        await subscribe(self, room)  # type: ignore[arg-type]
+        await subscribe(self, tenant, channel)  # type: ignore[arg-type]
 
     async def late_reply(self: RelayDispatchRepository, rows: list[object], *, notify: bool = False) -> list[bool]:
         stored = await enqueue_rows(self, rows, notify=notify)  # type: ignore[arg-type]
         await reply.wait()
         return stored
 
-    monkeypatch.setattr(ResultWaiter, "_subscribe", late_listen)
+    monkeypatch.setattr(ResultChannels, "_open", late_listen)
     monkeypatch.setattr(RelayDispatchRepository, "enqueue_rows", late_reply)
     async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
         acme = client.tenant("acme")

@@ -1,0 +1,96 @@
+"""Which tenants' results are pushed to this process: those that somebody waits for, up to a limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from dispatch_core.database import Database
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.errors import RelayDispatchError, TenancyError
+from dispatch_core.listener import Listener
+from gateway_sdk.lanes import StartSoon
+
+__all__ = ["ResultChannels"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Channel:
+    __slots__ = ("is_denied", "name", "on_listening", "on_results")
+
+    def __init__(self, on_results: Callable[[str], None], on_listening: Callable[[], None]) -> None:
+        self.on_results = on_results
+        self.on_listening = on_listening
+        self.name: str | None = None
+        self.is_denied = False
+
+
+class ResultChannels:
+    """The result channels that are listened to, one per tenant, on the one connection of the process."""
+
+    def __init__(self, database: Database, listener: Listener | None, limit: int, start_soon: StartSoon) -> None:
+        self._database = database
+        self._listener = listener
+        self._limit = limit
+        self._start_soon = start_soon
+        self._channels: dict[str, _Channel] = {}
+        self._warned = False
+
+    def __len__(self) -> int:
+        return sum(not channel.is_denied for channel in self._channels.values())
+
+    def is_listening(self, tenant: str) -> bool:
+        """Tell whether the tenant's results are pushed right now."""
+        channel = self._channels.get(tenant)
+        return (
+            self._listener is not None
+            and channel is not None
+            and channel.name is not None
+            and self._listener.is_listening_to(channel.name)
+        )
+
+    def join(self, tenant: str, on_results: Callable[[str], None], on_listening: Callable[[], None]) -> None:
+        """Begin to listen, if that can be: `on_results(payload)` for each push.
+
+        `on_listening()` is called when LISTEN is confirmed: what ended before did not ring here (C03). Asked again, it
+        changes nothing, or tries again what has failed.
+        """
+        if self._listener is None or tenant in self._channels:
+            return
+        if len(self._channels) >= self._limit:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "results of more than %d tenants are waited for: those of the others are polled", self._limit
+                )
+            return
+        channel = self._channels[tenant] = _Channel(on_results, on_listening)
+        self._start_soon(partial(self._open, tenant, channel))
+
+    def leave(self, tenant: str) -> None:
+        """Listen no more. Idempotent: yes."""
+        channel = self._channels.pop(tenant, None)
+        if channel is not None and channel.name is not None and self._listener is not None:
+            self._listener.unsubscribe(channel.name, channel.on_results)
+
+    async def _open(self, tenant: str, channel: _Channel) -> None:
+        assert self._listener is not None
+        try:
+            async with self._database.connection() as conn:
+                name = await RelayDispatchRepository(conn, tenant).channel("result")
+        except TenancyError as error:
+            # It stays, so that it is not asked for again and again.
+            channel.is_denied = True
+            logger.warning("the results of tenant %r are not pushed, only polled: %s", tenant, error)
+            return
+        except RelayDispatchError:
+            if self._channels.get(tenant) is channel:
+                del self._channels[tenant]
+            return
+        if self._channels.get(tenant) is not channel:
+            return  # left meanwhile
+        channel.name = name
+        if await self._listener.subscribe(name, channel.on_results):
+            channel.on_listening()
