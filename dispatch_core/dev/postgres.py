@@ -50,7 +50,7 @@ from dispatch_core.dev.logins import (
     ensure_logins,
     run_blocking,
 )
-from dispatch_core.errors import ConfigurationError
+from dispatch_core.errors import ConfigurationError, RelayDispatchError
 
 __all__ = ["DSN_VARIABLE", "DevServer", "start_local_server", "start_server"]
 
@@ -292,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         server.create_database(DATABASE)
         run_blocking(_migrate(server))
-    except ConfigurationError as error:
+    except RelayDispatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"PostgreSQL runs ({server.origin}); make db ARGS=--stop ends it.")
