@@ -207,9 +207,9 @@ def _binds(condition: Any, alias: str, bound: set[str]) -> bool:
 
 
 def _is_bound(node: Any, bound: set[str]) -> bool:
-    column = _column(node)
-    if column:
-        return column[0] in _BOUND if len(column) == 1 else column[-1] == "tenant_id" and column[0] in bound
+    *scope, name = _column(node) or ("",)
+    if name:
+        return name == "tenant_id" and scope[0] in bound if scope else name in _BOUND
     if isinstance(node, ast.SubLink):
         targets = node.subselect.targetList or ()
         return len(targets) == 1 and _calls(targets[0].val) & _BOUND_FUNCTIONS != set()

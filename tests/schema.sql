@@ -1,0 +1,780 @@
+CREATE SCHEMA relay;
+ALTER SCHEMA relay OWNER TO relay_owner;
+
+CREATE FUNCTION relay.backlog(p_tenant text) RETURNS TABLE(relay_id text, ready bigint, delayed bigint, claimed bigint, oldest interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.backlog(p_tenant text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.bind_tenant(p_tenant text, p_relay text DEFAULT NULL::text, p_kinds text[] DEFAULT NULL::text[]) RETURNS text
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.bind_tenant(p_tenant text, p_relay text, p_kinds text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.bound_tenant() RETURNS text
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.bound_tenant() OWNER TO relay_owner;
+
+CREATE FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text DEFAULT NULL::text) RETURNS text
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) RETURNS text
+    LANGUAGE sql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[] DEFAULT NULL::bigint[], p_start bigint DEFAULT 0, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) RETURNS TABLE(n bigint, outcome text, status text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_statuses text[] DEFAULT NULL::text[], p_response_statuses bigint[] DEFAULT NULL::bigint[], p_response_headers text[] DEFAULT NULL::text[], p_response_bodies bytea[] DEFAULT NULL::bytea[], p_error_codes text[] DEFAULT NULL::text[], p_error_messages text[] DEFAULT NULL::text[]) RETURNS TABLE(n bigint, job_id uuid, relay_id text, status text, claimed_by text, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone)
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean DEFAULT false) RETURNS TABLE(n bigint, inserted boolean)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.enqueue_keyed(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_lock_timeout interval DEFAULT '00:00:05'::interval, p_notify boolean DEFAULT false) RETURNS TABLE(job_id uuid, duplicate boolean)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET lock_timeout TO '5s'
+    AS $$ … $$;
+ALTER FUNCTION relay.enqueue_keyed(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_lock_timeout interval, p_notify boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) RETURNS TABLE(tenant_id text, relay_id text, job_id uuid, status text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.fetch_body(p_relay text, p_tenant text, p_job_id uuid, p_fence bigint, p_claimed_by text) RETURNS TABLE(body bytea)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.fetch_body(p_relay text, p_tenant text, p_job_id uuid, p_fence bigint, p_claimed_by text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.grant_binding(p_login text, p_kind text, p_tenant text, p_relay text) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.grant_binding(p_login text, p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.heartbeat(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_lease interval) RETURNS TABLE(n bigint, outcome text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.heartbeat(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_lease interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.list_jobs(p_tenant text, p_relay text DEFAULT NULL::text, p_status text DEFAULT NULL::text, p_limit bigint DEFAULT 50, p_before uuid DEFAULT NULL::uuid) RETURNS TABLE(job_id uuid, relay_id text, operation text, status text, attempt bigint, max_attempts bigint, claimed_by text, error_code text, created_at timestamp with time zone, completed_at timestamp with time zone, expires_at timestamp with time zone)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.list_jobs(p_tenant text, p_relay text, p_status text, p_limit bigint, p_before uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.login_is(p_kinds text[], p_tenant text) RETURNS boolean
+    LANGUAGE sql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.login_is(p_kinds text[], p_tenant text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) RETURNS TABLE(n bigint, outcome text, relay_id text, was_claimed boolean)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.my_bindings() RETURNS TABLE(kind text, tenant_id text, relay_id text)
+    LANGUAGE sql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.my_bindings() OWNER TO relay_api;
+
+CREATE FUNCTION relay.now() RETURNS timestamp with time zone
+    LANGUAGE sql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.now() OWNER TO relay_api;
+
+CREATE FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) RETURNS TABLE(n bigint, job_id uuid, status text, attempt bigint, response_status bigint, response_headers text, response_body bytea, error_code text, error_message text, created_at timestamp with time zone, claimed_at timestamp with time zone, completed_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.promote_due(p_tenant text, p_relay text, p_limit bigint) RETURNS interval
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.promote_due(p_tenant text, p_relay text, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.purge(p_tenant text, p_keep interval, p_limit bigint) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.purge(p_tenant text, p_keep interval, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.ready_jobs(p_tenant text, p_rows tid[]) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.ready_jobs(p_tenant text, p_rows tid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.reclaim(p_relay text, p_tenants text[], p_limit bigint, p_lease interval) RETURNS TABLE(tenant_id text, relay_id text, job_id uuid, status text)
+    LANGUAGE plpgsql
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.reclaim(p_relay text, p_tenants text[], p_limit bigint, p_lease interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.reclaim_lost(p_tenant text, p_relay text, p_limit bigint) RETURNS TABLE(tenant_id text, relay_id text, job_id uuid, status text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.reclaim_lost(p_tenant text, p_relay text, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.release(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_started boolean[]) RETURNS TABLE(n bigint, outcome text, status text)
+    LANGUAGE sql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.release(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_started boolean[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.renew_jobs(p_tenant text, p_rows tid[], p_until timestamp with time zone) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.renew_jobs(p_tenant text, p_rows tid[], p_until timestamp with time zone) OWNER TO relay_api;
+
+CREATE FUNCTION relay.request_digest(p_relay text, p_operation text, p_headers jsonb, p_body bytea, p_max_attempts bigint) RETURNS bytea
+    LANGUAGE sql IMMUTABLE
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.request_digest(p_relay text, p_operation text, p_headers jsonb, p_body bytea, p_max_attempts bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.retry(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_delays interval[], p_give_backs boolean[], p_error_codes text[], p_error_messages text[]) RETURNS TABLE(n bigint, outcome text, status text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.retry(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_delays interval[], p_give_backs boolean[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.return_jobs(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_give_backs boolean[], p_delays interval[], p_error_codes text[], p_error_messages text[]) RETURNS TABLE(n bigint, job_id uuid, relay_id text, status text)
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.return_jobs(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_give_backs boolean[], p_delays interval[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.revoke_binding(p_login text, p_kind text, p_tenant text, p_relay text) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.revoke_binding(p_login text, p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.row_tenant() RETURNS text
+    LANGUAGE sql STABLE
+    RETURN CASE WHEN ((CURRENT_USER = 'relay_api'::name) AND (current_setting('app.tenant_id'::text, true) <> ''::text)) THEN current_setting('app.tenant_id'::text, true) ELSE relay.bound_tenant() END;
+ALTER FUNCTION relay.row_tenant() OWNER TO relay_owner;
+
+CREATE FUNCTION relay.run_sweeps(p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[]) RETURNS TABLE(sweep text, tenant_id text, relay_id text, job_id uuid, status text)
+    LANGUAGE plpgsql
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.run_sweeps(p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.session_age() RETURNS interval
+    LANGUAGE sql
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.session_age() OWNER TO relay_api;
+
+CREATE FUNCTION relay.sweep_turn(p_name text, p_every interval) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.sweep_turn(p_name text, p_every interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.take_jobs(p_tenant text, p_rows tid[], p_claimed_by text, p_claim_id uuid, p_at timestamp with time zone, p_until timestamp with time zone) RETURNS TABLE(job_id uuid, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone)
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.take_jobs(p_tenant text, p_rows tid[], p_claimed_by text, p_claim_id uuid, p_at timestamp with time zone, p_until timestamp with time zone) OWNER TO relay_api;
+
+CREATE FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) RETURNS TABLE(tenant_id text)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) OWNER TO relay_sweep;
+
+CREATE FUNCTION relay.unbind_tenant(p_before text) RETURNS void
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.unbind_tenant(p_before text) OWNER TO relay_api;
+
+CREATE TABLE relay.installation (
+    only_row boolean DEFAULT true NOT NULL,
+    secret bytea DEFAULT (uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid())) NOT NULL,
+    created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT installation_only_row_check CHECK (only_row)
+);
+ALTER TABLE relay.installation OWNER TO relay_owner;
+
+CREATE TABLE relay.role_binding (
+    role_oid regrole NOT NULL,
+    kind text NOT NULL,
+    tenant_id text COLLATE pg_catalog."C",
+    relay_id text COLLATE pg_catalog."C",
+    created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT role_binding_check CHECK (((relay_id IS NULL) OR (kind = 'worker'::text))),
+    CONSTRAINT role_binding_kind_check CHECK ((kind = ANY (ARRAY['gateway'::text, 'worker'::text, 'operator'::text]))),
+    CONSTRAINT role_binding_relay_id_check CHECK (((relay_id <> ''::text) AND (octet_length(relay_id) <= 200))),
+    CONSTRAINT role_binding_tenant_id_check CHECK (((tenant_id <> ''::text) AND (octet_length(tenant_id) <= 200)))
+);
+ALTER TABLE relay.role_binding OWNER TO relay_owner;
+
+CREATE TABLE relay.s2r_relay_dispatch_queue (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    job_id uuid NOT NULL,
+    relay_id text NOT NULL COLLATE pg_catalog."C",
+    seq bigint NOT NULL,
+    state text NOT NULL COLLATE pg_catalog."C",
+    attempt bigint DEFAULT 0 NOT NULL,
+    max_attempts bigint NOT NULL,
+    fence bigint DEFAULT 0 NOT NULL,
+    claimed_by text COLLATE pg_catalog."C",
+    claim_id uuid,
+    claimed_at timestamp with time zone,
+    lease_expires_at timestamp with time zone,
+    available_at timestamp with time zone,
+    created_at timestamp with time zone NOT NULL,
+    expires_at timestamp with time zone NOT NULL,
+    CONSTRAINT s2r_relay_dispatch_queue_check CHECK (((state = 'claimed'::text) = (claimed_by IS NOT NULL))),
+    CONSTRAINT s2r_relay_dispatch_queue_check1 CHECK (((claimed_by IS NULL) = (lease_expires_at IS NULL))),
+    CONSTRAINT s2r_relay_dispatch_queue_check2 CHECK (((state = 'delayed'::text) = (available_at IS NOT NULL))),
+    CONSTRAINT s2r_relay_dispatch_queue_state_check CHECK ((state = ANY (ARRAY['ready'::text, 'delayed'::text, 'claimed'::text])))
+)
+WITH (fillfactor='60', vacuum_truncate=off, autovacuum_vacuum_threshold='5000', autovacuum_vacuum_scale_factor='0', autovacuum_vacuum_insert_threshold='-1', autovacuum_vacuum_cost_delay='0', autovacuum_analyze_threshold='2147483647', autovacuum_analyze_scale_factor='0');
+ALTER TABLE ONLY relay.s2r_relay_dispatch_queue FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.s2r_relay_dispatch_queue OWNER TO relay_owner;
+
+CREATE TABLE relay.s2r_relay_dispatch_request (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    job_id uuid NOT NULL,
+    relay_id text NOT NULL COLLATE pg_catalog."C",
+    operation text NOT NULL COLLATE pg_catalog."C",
+    request_headers jsonb NOT NULL,
+    request_body bytea NOT NULL,
+    max_attempts bigint NOT NULL,
+    created_at timestamp with time zone NOT NULL,
+    expires_at timestamp with time zone NOT NULL,
+    CONSTRAINT s2r_relay_dispatch_request_max_attempts_check CHECK ((max_attempts >= 1)),
+    CONSTRAINT s2r_relay_dispatch_request_operation_check CHECK (((operation <> ''::text) AND (octet_length(operation) <= 200))),
+    CONSTRAINT s2r_relay_dispatch_request_relay_id_check CHECK (((relay_id <> ''::text) AND (octet_length(relay_id) <= 200))),
+    CONSTRAINT s2r_relay_dispatch_request_tenant_id_check CHECK (((tenant_id <> ''::text) AND (octet_length(tenant_id) <= 200)))
+);
+ALTER TABLE ONLY relay.s2r_relay_dispatch_request FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.s2r_relay_dispatch_request OWNER TO relay_owner;
+
+CREATE TABLE relay.s2r_relay_dispatch_result (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    job_id uuid NOT NULL,
+    relay_id text NOT NULL COLLATE pg_catalog."C",
+    status text NOT NULL COLLATE pg_catalog."C",
+    attempt bigint NOT NULL,
+    fence bigint NOT NULL,
+    claimed_by text COLLATE pg_catalog."C",
+    response_status bigint,
+    response_headers jsonb,
+    response_body bytea,
+    error_code text,
+    error_message text,
+    created_at timestamp with time zone NOT NULL,
+    claimed_at timestamp with time zone,
+    completed_at timestamp with time zone NOT NULL,
+    expires_at timestamp with time zone NOT NULL,
+    CONSTRAINT s2r_relay_dispatch_result_status_check CHECK ((status = ANY (ARRAY['succeeded'::text, 'failed'::text, 'expired'::text])))
+);
+ALTER TABLE ONLY relay.s2r_relay_dispatch_result FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.s2r_relay_dispatch_result OWNER TO relay_owner;
+
+CREATE VIEW relay.s2r_relay_dispatch WITH (security_barrier='true') AS
+ SELECT r.tenant_id,
+    r.job_id,
+    r.relay_id,
+    r.operation,
+    r.request_headers,
+    r.request_body,
+    r.max_attempts,
+        CASE
+            WHEN (d.job_id IS NOT NULL) THEN d.status
+            WHEN (q.expires_at <= clock_timestamp()) THEN 'expired'::text
+            WHEN (q.state = 'claimed'::text) THEN 'claimed'::text
+            WHEN (q.job_id IS NOT NULL) THEN 'pending'::text
+            ELSE NULL::text
+        END AS status,
+    COALESCE(d.attempt, q.attempt) AS attempt,
+    COALESCE(d.fence, q.fence) AS fence,
+    COALESCE(d.claimed_by, q.claimed_by) AS claimed_by,
+    q.lease_expires_at,
+    q.available_at,
+    d.response_status,
+    d.response_headers,
+    d.response_body,
+    d.error_code,
+    d.error_message,
+    r.created_at,
+    COALESCE(d.claimed_at, q.claimed_at) AS claimed_at,
+    d.completed_at,
+    r.expires_at
+   FROM ((relay.s2r_relay_dispatch_request r
+     LEFT JOIN relay.s2r_relay_dispatch_queue q ON (((q.tenant_id = r.tenant_id) AND (q.job_id = r.job_id))))
+     LEFT JOIN relay.s2r_relay_dispatch_result d ON (((d.tenant_id = r.tenant_id) AND (d.job_id = r.job_id))))
+  WHERE (r.tenant_id = ( SELECT relay.bound_tenant() AS bound_tenant));
+ALTER VIEW relay.s2r_relay_dispatch OWNER TO relay_owner;
+
+CREATE TABLE relay.s2r_relay_dispatch_key (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    idempotency_key text NOT NULL COLLATE pg_catalog."C",
+    request_digest bytea NOT NULL,
+    job_id uuid NOT NULL,
+    created_at timestamp with time zone NOT NULL,
+    CONSTRAINT s2r_relay_dispatch_key_idempotency_key_check CHECK (((idempotency_key <> ''::text) AND (octet_length(idempotency_key) <= 200)))
+);
+ALTER TABLE ONLY relay.s2r_relay_dispatch_key FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.s2r_relay_dispatch_key OWNER TO relay_owner;
+
+CREATE TABLE relay.schema_history (
+    step text NOT NULL COLLATE pg_catalog."C",
+    kind text NOT NULL,
+    sha256 text NOT NULL,
+    protocol bigint,
+    compatible_from bigint,
+    applied_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    applied_by text DEFAULT SESSION_USER NOT NULL,
+    applied_with text NOT NULL,
+    duration_ms bigint NOT NULL,
+    CONSTRAINT schema_history_kind_check CHECK ((kind = ANY (ARRAY['table'::text, 'functions'::text])))
+);
+ALTER TABLE relay.schema_history OWNER TO relay_owner;
+
+CREATE TABLE relay.sweep (
+    name text NOT NULL,
+    role_oid oid NOT NULL,
+    next_due_at timestamp with time zone NOT NULL
+);
+ALTER TABLE relay.sweep OWNER TO relay_owner;
+
+ALTER TABLE ONLY relay.installation
+    ADD CONSTRAINT installation_pkey PRIMARY KEY (only_row);
+
+ALTER TABLE ONLY relay.role_binding
+    ADD CONSTRAINT role_binding_role_oid_kind_tenant_id_relay_id_key UNIQUE NULLS NOT DISTINCT (role_oid, kind, tenant_id, relay_id);
+
+ALTER TABLE ONLY relay.s2r_relay_dispatch_key
+    ADD CONSTRAINT s2r_relay_dispatch_key_pkey PRIMARY KEY (tenant_id, idempotency_key);
+
+ALTER TABLE ONLY relay.s2r_relay_dispatch_queue
+    ADD CONSTRAINT s2r_relay_dispatch_queue_pkey PRIMARY KEY (tenant_id, job_id);
+
+ALTER TABLE ONLY relay.s2r_relay_dispatch_request
+    ADD CONSTRAINT s2r_relay_dispatch_request_pkey PRIMARY KEY (tenant_id, job_id);
+
+ALTER TABLE ONLY relay.s2r_relay_dispatch_result
+    ADD CONSTRAINT s2r_relay_dispatch_result_pkey PRIMARY KEY (tenant_id, job_id);
+
+ALTER TABLE ONLY relay.schema_history
+    ADD CONSTRAINT schema_history_pkey PRIMARY KEY (step);
+
+ALTER TABLE ONLY relay.sweep
+    ADD CONSTRAINT sweep_pkey PRIMARY KEY (name, role_oid);
+
+CREATE INDEX s2r_relay_dispatch_key_job ON relay.s2r_relay_dispatch_key USING btree (tenant_id, job_id, created_at) WHERE (created_at > '-infinity'::timestamp with time zone);
+
+CREATE INDEX s2r_relay_dispatch_queue_claimed ON relay.s2r_relay_dispatch_queue USING btree (tenant_id, relay_id, claimed_at) WHERE (state = 'claimed'::text);
+
+CREATE INDEX s2r_relay_dispatch_queue_delayed ON relay.s2r_relay_dispatch_queue USING btree (tenant_id, relay_id, available_at) WHERE (state = 'delayed'::text);
+
+CREATE INDEX s2r_relay_dispatch_queue_expiry ON relay.s2r_relay_dispatch_queue USING btree (tenant_id, expires_at) WHERE (claimed_by IS NULL);
+
+CREATE INDEX s2r_relay_dispatch_queue_ready ON relay.s2r_relay_dispatch_queue USING btree (tenant_id, relay_id, seq, job_id) WHERE (state = 'ready'::text);
+
+CREATE INDEX s2r_relay_dispatch_result_retention ON relay.s2r_relay_dispatch_result USING btree (tenant_id, completed_at) WHERE (completed_at > '-infinity'::timestamp with time zone);
+
+CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_key USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
+CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_queue USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
+CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_request USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
+CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_result USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
+CREATE POLICY due_work ON relay.s2r_relay_dispatch_queue FOR SELECT TO relay_sweep USING (true);
+
+CREATE POLICY due_work ON relay.s2r_relay_dispatch_result FOR SELECT TO relay_sweep USING (true);
+
+ALTER TABLE relay.s2r_relay_dispatch_key ENABLE ROW LEVEL SECURITY;
+
+ALTER TABLE relay.s2r_relay_dispatch_queue ENABLE ROW LEVEL SECURITY;
+
+ALTER TABLE relay.s2r_relay_dispatch_request ENABLE ROW LEVEL SECURITY;
+
+ALTER TABLE relay.s2r_relay_dispatch_result ENABLE ROW LEVEL SECURITY;
+
+GRANT USAGE ON SCHEMA relay TO relay_api;
+GRANT USAGE ON SCHEMA relay TO relay_sweep;
+GRANT USAGE ON SCHEMA relay TO relay_gateway;
+GRANT USAGE ON SCHEMA relay TO relay_worker;
+GRANT USAGE ON SCHEMA relay TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.backlog(p_tenant text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.backlog(p_tenant text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.backlog(p_tenant text) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.bind_tenant(p_tenant text, p_relay text, p_kinds text[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) TO relay_worker;
+GRANT ALL ON FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.enqueue_keyed(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_lock_timeout interval, p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.enqueue_keyed(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_lock_timeout interval, p_notify boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) TO relay_worker;
+GRANT ALL ON FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.fetch_body(p_relay text, p_tenant text, p_job_id uuid, p_fence bigint, p_claimed_by text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.fetch_body(p_relay text, p_tenant text, p_job_id uuid, p_fence bigint, p_claimed_by text) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.grant_binding(p_login text, p_kind text, p_tenant text, p_relay text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.heartbeat(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_lease interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.heartbeat(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_lease interval) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.list_jobs(p_tenant text, p_relay text, p_status text, p_limit bigint, p_before uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.list_jobs(p_tenant text, p_relay text, p_status text, p_limit bigint, p_before uuid) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.list_jobs(p_tenant text, p_relay text, p_status text, p_limit bigint, p_before uuid) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.login_is(p_kinds text[], p_tenant text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.my_bindings() FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.my_bindings() TO relay_gateway;
+GRANT ALL ON FUNCTION relay.my_bindings() TO relay_worker;
+GRANT ALL ON FUNCTION relay.my_bindings() TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.now() FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.now() TO relay_gateway;
+GRANT ALL ON FUNCTION relay.now() TO relay_worker;
+GRANT ALL ON FUNCTION relay.now() TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.promote_due(p_tenant text, p_relay text, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.promote_due(p_tenant text, p_relay text, p_limit bigint) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.purge(p_tenant text, p_keep interval, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.purge(p_tenant text, p_keep interval, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.purge(p_tenant text, p_keep interval, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.ready_jobs(p_tenant text, p_rows tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.reclaim(p_relay text, p_tenants text[], p_limit bigint, p_lease interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.reclaim(p_relay text, p_tenants text[], p_limit bigint, p_lease interval) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.reclaim(p_relay text, p_tenants text[], p_limit bigint, p_lease interval) TO relay_worker;
+GRANT ALL ON FUNCTION relay.reclaim(p_relay text, p_tenants text[], p_limit bigint, p_lease interval) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.reclaim_lost(p_tenant text, p_relay text, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.reclaim_lost(p_tenant text, p_relay text, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.reclaim_lost(p_tenant text, p_relay text, p_limit bigint) TO relay_worker;
+GRANT ALL ON FUNCTION relay.reclaim_lost(p_tenant text, p_relay text, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.release(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_started boolean[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.release(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_started boolean[]) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.renew_jobs(p_tenant text, p_rows tid[], p_until timestamp with time zone) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.request_digest(p_relay text, p_operation text, p_headers jsonb, p_body bytea, p_max_attempts bigint) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.retry(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_delays interval[], p_give_backs boolean[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.retry(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_delays interval[], p_give_backs boolean[], p_error_codes text[], p_error_messages text[]) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.return_jobs(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_give_backs boolean[], p_delays interval[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.revoke_binding(p_login text, p_kind text, p_tenant text, p_relay text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) TO relay_worker;
+GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.run_sweeps(p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.run_sweeps(p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.run_sweeps(p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[]) TO relay_worker;
+GRANT ALL ON FUNCTION relay.run_sweeps(p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.session_age() FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.session_age() TO relay_gateway;
+GRANT ALL ON FUNCTION relay.session_age() TO relay_worker;
+GRANT ALL ON FUNCTION relay.session_age() TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) TO relay_worker;
+GRANT ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.take_jobs(p_tenant text, p_rows tid[], p_claimed_by text, p_claim_id uuid, p_at timestamp with time zone, p_until timestamp with time zone) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_worker;
+GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.unbind_tenant(p_before text) FROM PUBLIC;
+
+GRANT SELECT ON TABLE relay.installation TO relay_api;
+
+GRANT SELECT,INSERT,DELETE ON TABLE relay.role_binding TO relay_api;
+GRANT SELECT ON TABLE relay.role_binding TO relay_sweep;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE relay.s2r_relay_dispatch_queue TO relay_api;
+GRANT SELECT ON TABLE relay.s2r_relay_dispatch_queue TO relay_sweep;
+
+GRANT SELECT,INSERT,DELETE ON TABLE relay.s2r_relay_dispatch_request TO relay_api;
+
+GRANT SELECT,INSERT,DELETE ON TABLE relay.s2r_relay_dispatch_result TO relay_api;
+GRANT SELECT ON TABLE relay.s2r_relay_dispatch_result TO relay_sweep;
+
+GRANT UPDATE(completed_at) ON TABLE relay.s2r_relay_dispatch_result TO relay_api;
+
+GRANT SELECT ON TABLE relay.s2r_relay_dispatch TO relay_operator;
+
+GRANT SELECT,INSERT,DELETE ON TABLE relay.s2r_relay_dispatch_key TO relay_api;
+
+GRANT SELECT ON TABLE relay.schema_history TO relay_api;
+GRANT SELECT ON TABLE relay.schema_history TO relay_sweep;
+GRANT SELECT ON TABLE relay.schema_history TO relay_gateway;
+GRANT SELECT ON TABLE relay.schema_history TO relay_worker;
+GRANT SELECT ON TABLE relay.schema_history TO relay_operator;
+
+GRANT SELECT,INSERT,UPDATE ON TABLE relay.sweep TO relay_api;
