@@ -25,7 +25,6 @@ Answer = TypeVar("Answer")
 _LOCK_TIMEOUT: Final = "55P03"
 _BUSY_TRIES: Final = 5
 _CHUNK_ROWS: Final = 5000
-_POLL_CHUNK: Final = 1000
 
 
 class DirectStatements:
@@ -76,13 +75,13 @@ class DirectStatements:
         return len(chunks)
 
     async def poll_many(
-        self, tenant: str, job_ids: Iterable[UUID], give_up_at: float
+        self, tenant: str, job_ids: Iterable[UUID], give_up_at: float, chunk_size: int
     ) -> dict[UUID, DispatchResult | MalformedHeadersError]:
-        """Return where each known job stands."""
+        """Return where each known job stands, `chunk_size` to a statement."""
         ids = list(job_ids)
         results: dict[UUID, DispatchResult | MalformedHeadersError] = {}
-        for start in range(0, len(ids), _POLL_CHUNK):
-            chunk = ids[start : start + _POLL_CHUNK]
+        for start in range(0, len(ids), chunk_size):
+            chunk = ids[start : start + chunk_size]
 
             async def read(
                 conn: Connection, chunk: list[UUID] = chunk

@@ -44,6 +44,8 @@ Polled: TypeAlias = tuple[DispatchResult | None, float]
 
 _BUSY_TRIES: Final = 5
 _POLL_REPEATS: Final = 2
+_POLL_CHUNK: Final = 1000
+_POLL_BYTES: Final = 4 * 1024 * 1024
 _BACKOFF_BASE: Final = 0.05
 _BACKOFF_CAP: Final = 1.0
 
@@ -137,16 +139,21 @@ class Lanes:
         self._doorbell = doorbell
         self._settings = settings
         self._counters = counters
-        # How many bytes a polled job has come with lately: what bounds a poll's answer to about 4 MiB.
-        self._poll_bytes = 0.0
+        # How many bytes a result has had lately: what bounds a poll's answer to about 4 MiB.
+        self._result_bytes = 0.0
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
         self.poll = TenantLanes[UUID, Polled](start_soon, self._make_poll)
         self.expire = TenantLanes[UUID, int](start_soon, self._make_expire)
 
     @property
-    def poll_size(self) -> int:
-        """How many bytes to reckon with for the answer of one polled job."""
-        return int(self._poll_bytes)
+    def result_bytes(self) -> int:
+        """How many bytes to reckon with for the answer of a job that may have ended."""
+        return int(self._result_bytes)
+
+    @property
+    def poll_chunk(self) -> int:
+        """How many such jobs to ask for at once, if nothing else bounds it."""
+        return max(1, min(_POLL_CHUNK, _POLL_BYTES // max(1, self.result_bytes)))
 
     def drop_idle(self) -> None:
         for lanes in (self.enqueue, self.poll, self.expire):
@@ -222,6 +229,7 @@ class Lanes:
         return Batcher(
             flush,
             max_items=self._settings.poll_batch_items,
+            max_bytes=_POLL_BYTES,
             concurrency=2,
             splits=_is_fault_of_one_row,
         )
@@ -248,8 +256,8 @@ class Lanes:
             await anyio.sleep(pause)
         self._counters.polled += len(job_ids)
         self._counters.poll_statements += 1
-        total = 0
         answers: list[Polled | Exception] = []
+        ended, size = 0, 0
         for job_id in job_ids:
             result = results.get(job_id)
             if isinstance(result, Exception):
@@ -258,12 +266,15 @@ class Lanes:
             if result is None:
                 answers.append((None, math.inf))
                 continue
-            total += len(result.response_body or b"")
+            if result.is_terminal:
+                ended += 1
+                size += len(result.response_body or b"")
             # The clock was read after the call was sent, so this is never after the true deadline.
             answers.append((result, sent_at + result.remaining))
-        # It rises at once and falls slowly: one answer that is too large costs more than many that are too small.
-        mean = total / len(job_ids)
-        self._poll_bytes = mean if mean > self._poll_bytes else 0.9 * self._poll_bytes + 0.1 * mean
+        if ended:
+            # It rises at once and falls slowly: one answer that is too large costs more than many that are too small.
+            mean = size / ended
+            self._result_bytes = mean if mean > self._result_bytes else 0.9 * self._result_bytes + 0.1 * mean
         return answers
 
     # --- withdraw ---

@@ -218,7 +218,8 @@ class TenantClient:
     async def wait(self, job_id: UUID, timeout: float | timedelta | None = None) -> DispatchResult:
         """Return the job's result as soon as it exists: within `timeout` seconds, or by the job's deadline.
 
-        A job that reaches its deadline meanwhile is marked expired, and that result returned.
+        A job that reaches its deadline meanwhile is marked expired, and that result returned. A job whose enqueue is
+        not committed yet is unknown.
 
         Raises: WaitTimeoutError (the job goes on), UnknownJobError, MalformedHeadersError, DatabaseUnavailableError
         (retryable) where the database could not be asked how the job ended; all with the job's id.
@@ -271,7 +272,7 @@ class TenantClient:
         """
         wanted = _job_id(job_id)
         with self._runtime.under_way(wanted):
-            result, _ = await self._runtime.lanes.poll[self._tenant].submit(wanted, self._runtime.lanes.poll_size)
+            result, _ = await self._runtime.lanes.poll[self._tenant].submit(wanted, self._runtime.lanes.result_bytes)
         return result
 
     async def poll_many(self, job_ids: Iterable[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
@@ -281,7 +282,9 @@ class TenantClient:
         """
         ids = list(dict.fromkeys(_job_id(job_id) for job_id in job_ids))
         with self._runtime.under_way():
-            return await self._runtime.direct.poll_many(self._tenant, ids, self._give_up_at())
+            return await self._runtime.direct.poll_many(
+                self._tenant, ids, self._give_up_at(), self._runtime.lanes.poll_chunk
+            )
 
     # --- withdrawing ----------------------------------------------------------------------------------------------
 

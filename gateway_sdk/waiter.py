@@ -169,13 +169,15 @@ class ResultWaiter:
             # An error of its own for each: one that is raised in many tasks collects all their tracebacks.
             wait.end(outcome if isinstance(outcome, DispatchResult) else outcome())
 
-    def _poll(self, job: Job) -> None:
+    def _poll(self, job: Job, size: int | None = None) -> None:
+        """Ask where the job stands; `size`: how many bytes to reckon with in the answer."""
         if job.polling or job.storing:
             job.again = True
             return
         try:
             lane = self._lanes.poll[job.room.tenant]
-            lane.put_nowait(job.job_id, self._lanes.poll_size, partial(self._polled, job))
+            size = self._lanes.result_bytes if size is None else size
+            lane.put_nowait(job.job_id, size, partial(self._polled, job))
         except RelayDispatchError:
             return  # closing: `close` ends the waits
         job.polling = True
@@ -342,7 +344,8 @@ class ResultWaiter:
         for job in room.jobs.values():
             if everything or job.due <= now + _YOUNG_SECONDS:
                 if not job.storing:
-                    self._poll(job)
+                    # Most of them have not ended, so they are one statement whatever the size of results.
+                    self._poll(job, 0)
                 self._plan(job)
             else:
                 self._ticks.plan(room, job.due)

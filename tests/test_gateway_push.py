@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from gateway_sdk import DispatchResult, DispatchStatus, GatewayClient
 from gateway_sdk.tenant import TenantClient
+from gateway_sdk.waits import Job
 from tests.support.activity import backends, terminate
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually, never
@@ -337,6 +338,49 @@ async def test_three_thousand_results_are_pushed_in_payloads_of_bounded_size(
             await relay.complete(jobs, response_body=bytes(100))
         assert seen == set(ids)
         assert client.health().wakes_by_push >= 3000
+
+
+@pytest.mark.case("C08")
+async def test_polls_of_large_results_come_in_answers_of_bounded_size(
+    database: TestDatabase, relay: PlayedRelay
+) -> None:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
+        acme = client.tenant("acme")
+        # The first one shows how large they are.
+        await acme.wait(await done(acme, relay))
+        ids = [await done(acme, relay) for _ in range(24)]
+        before = client.health().poll_statements
+        assert len([result async for result in acme.as_completed(ids)]) == 24
+        # About four of a megabyte to a statement.
+        assert 5 <= client.health().poll_statements - before <= 10
+        assert len(await acme.poll_many(ids)) == 24
+        # Of jobs that have not ended, one statement takes all.
+        live = [await acme.enqueue("erp", "Op") for _ in range(100)]
+        async with anyio.create_task_group() as group:
+            for job_id in live:
+                group.start_soon(acme.wait, job_id)
+            await eventually(lambda: client.health().waiting == 100)
+            await eventually(lambda: not any(job.polling for job in jobs_of(client)))
+            before = client.health().poll_statements
+            runtime = client._runtime
+            assert runtime is not None
+            runtime.waiter._tick(runtime.waiter._rooms["acme"])
+            await eventually(lambda: client.health().poll_statements > before)
+            await eventually(lambda: not any(job.polling for job in jobs_of(client)))
+            assert client.health().poll_statements == before + 1
+            group.cancel_scope.cancel()
+
+
+async def done(acme: TenantClient, relay: PlayedRelay) -> UUID:
+    job_id = await acme.enqueue("erp", "Op")
+    await relay.complete(await relay.claim(), response_body=bytes(1_000_000), ring=False)
+    return job_id
+
+
+def jobs_of(client: GatewayClient) -> list[Job]:
+    runtime = client._runtime
+    assert runtime is not None
+    return [job for room in runtime.waiter._rooms.values() for job in room.jobs.values()]
 
 
 @pytest.mark.case("C09")
