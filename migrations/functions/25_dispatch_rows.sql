@@ -22,6 +22,7 @@
 -- its own snapshot shows; only a later statement sees that version. (As one statement, 12,000 of 12,000 valid completions
 -- that had waited for a heartbeat found no row.) Between the two the row is locked, so its ctid cannot change.
 
+-- Guarantees: the jobs can be claimed.
 create or replace function relay.ready_jobs(p_tenant text, p_rows tid[]) returns void
 language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
@@ -50,6 +51,7 @@ begin
   returning q.job_id, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at;
 end $$;
 
+-- Guarantees: the leases end at p_until, and nothing else of the rows is changed.
 create or replace function relay.renew_jobs(p_tenant text, p_rows tid[], p_until timestamptz) returns void
 language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off

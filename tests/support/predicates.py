@@ -166,7 +166,7 @@ def _insert_problems(query: Any) -> Iterator[str]:
     source = query.selectStmt
     rows = source.valuesLists or [[target.val for target in source.targetList]]
     for row in rows:
-        if _column(row[columns.index("tenant_id")]) not in {(name,) for name in _BOUND}:
+        if _column(row[columns.index("tenant_id")]) not in [[name] for name in _BOUND]:
             yield f"insert into {query.relation.relname} with another tenant than the bound one"
 
 
@@ -191,27 +191,27 @@ def _alias(relation: Any) -> str:
     return relation.alias.aliasname if relation.alias else relation.relname
 
 
-def _column(node: Any) -> tuple[str, ...]:
+def _column(node: Any) -> list[str]:
     if isinstance(node, ast.ColumnRef):
-        return tuple(getattr(field, "sval", "*") for field in node.fields)
-    return ()
+        return [getattr(field, "sval", "*") for field in node.fields]
+    return []
 
 
 def _binds(condition: Any, alias: str, bound: set[str]) -> bool:
     if not isinstance(condition, ast.A_Expr) or condition.kind != A_Expr_Kind.AEXPR_OP or condition.name[0].sval != "=":
         return False
     for mine, other in ((condition.lexpr, condition.rexpr), (condition.rexpr, condition.lexpr)):
-        if _column(mine) == (alias, "tenant_id") and _is_bound(other, bound):
+        if _column(mine) == [alias, "tenant_id"] and _is_bound(other, bound):
             return True
     return False
 
 
 def _is_bound(node: Any, bound: set[str]) -> bool:
-    *scope, name = _column(node) or ("",)
-    if name:
-        return name == "tenant_id" and scope[0] in bound if scope else name in _BOUND
+    names = _column(node)
+    if names:
+        return names[0] in _BOUND if len(names) == 1 else names[-1] == "tenant_id" and names[0] in bound
     if isinstance(node, ast.SubLink):
-        targets = node.subselect.targetList or ()
+        targets = list(node.subselect.targetList or ())
         return len(targets) == 1 and _calls(targets[0].val) & _BOUND_FUNCTIONS != set()
     return False
 

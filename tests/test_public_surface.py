@@ -1,0 +1,162 @@
+"""The names that users may rely on: a change of them is a change of this file."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+
+import pytest
+
+SURFACE = {
+    "dispatch_core": [
+        "ClaimedJobs",
+        "Completion",
+        "ConfigurationError",
+        "ConnectionLostError",
+        "DISPATCH_TENANT_SCOPE_SQL",
+        "DatabaseBusyError",
+        "DatabaseError",
+        "DatabaseUnavailableError",
+        "DispatchJob",
+        "DispatchRequest",
+        "DispatchResult",
+        "DispatchStatus",
+        "EndedJob",
+        "HandlerRegistrationError",
+        "IdempotencyConflictError",
+        "InvalidBodyError",
+        "InvalidDeadlineError",
+        "InvalidHeadersError",
+        "InvalidInputError",
+        "InvalidNameError",
+        "InvalidResultError",
+        "MalformedHeadersError",
+        "MalformedJob",
+        "MigrationError",
+        "PutBack",
+        "RelayDispatchError",
+        "RelayDispatchRepository",
+        "SchemaMismatchError",
+        "Settled",
+        "TenancyDeniedError",
+        "TenancyError",
+        "TenancyMismatchError",
+        "TenancyUnboundError",
+        "UnknownJobError",
+        "WaitTimeoutError",
+        "WriteOutcome",
+        "migrate",
+    ],
+    "gateway_sdk": [
+        "DispatchRequest",
+        "DispatchResult",
+        "DispatchStatus",
+        "GatewayClient",
+        "GatewayHealth",
+        "GatewaySettings",
+        "TenantClient",
+    ],
+    "relay_sdk": [
+        "DispatchJob",
+        "Health",
+        "Reject",
+        "Relay",
+        "RelayMetrics",
+        "RelaySettings",
+        "Reply",
+        "Retry",
+        "Snooze",
+        "run_relays",
+    ],
+}
+
+# The verbs of the repository, as DESIGN 7 and the issue name them, with their parameters.
+REPOSITORY = {
+    "enqueue": "relay_id operation headers body json ttl expires_at delay max_attempts idempotency_key notify",
+    "enqueue_many": "requests notify",
+    "claim": "relay_id claimed_by limit claim_id lease_seconds tenants after start body_limit_bytes",
+    "heartbeat": "relay_id claims claimed_by lease_seconds",
+    "complete": "job_id relay_id fence claimed_by status response_status response_headers response_body error_code"
+    " error_message",
+    "complete_many": "relay_id completions claimed_by",
+    "retry": "relay_id items claimed_by",
+    "release": "relay_id claims claimed_by",
+    "poll_status": "job_id",
+    "poll_many": "job_ids",
+    "mark_expired": "job_id",
+    "reclaim": "relay_id lease_seconds limit tenants",
+    "now": "",
+}
+
+FIELDS = {
+    "DispatchJob": "job_id tenant_id relay_id operation request_headers body attempt fence created_at expires_at",
+    "DispatchResult": "job_id status response_status response_headers response_body error_code error_message attempt"
+    " created_at claimed_at completed_at expires_at",
+}
+
+
+@pytest.mark.parametrize("package", SURFACE)
+def test_the_public_names_of_a_package_are_these(package: str) -> None:
+    module = importlib.import_module(package)
+    assert sorted(module.__all__) == SURFACE[package]
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+@pytest.mark.parametrize("package", SURFACE)
+def test_nothing_public_is_left_out_of_the_list(package: str) -> None:
+    """What an `__init__` imports without naming it is an accident that somebody would come to rely on."""
+    module = importlib.import_module(package)
+    accidental = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in module.__all__ and not isinstance(value, types.ModuleType)
+    }
+    assert accidental - {"annotations"} == set()
+
+
+def test_the_repository_has_its_verbs_with_their_parameters() -> None:
+    from dispatch_core import RelayDispatchRepository
+
+    assert list(inspect.signature(RelayDispatchRepository).parameters) == ["conn", "tenant"]
+    for verb, parameters in REPOSITORY.items():
+        method = getattr(RelayDispatchRepository, verb)
+        assert list(inspect.signature(method).parameters)[1:] == parameters.split(), verb
+        assert inspect.iscoroutinefunction(method)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_jobs_and_results_have_the_fields_that_were_promised(name: str) -> None:
+    import dataclasses
+
+    import dispatch_core
+
+    fields = {field.name for field in dataclasses.fields(getattr(dispatch_core, name))}
+    assert fields >= set(FIELDS[name].split())
+
+
+def test_the_five_states_are_exactly_these() -> None:
+    from dispatch_core import DispatchStatus
+
+    assert [status.value for status in DispatchStatus] == ["pending", "claimed", "succeeded", "failed", "expired"]
+    assert [status.is_terminal for status in DispatchStatus] == [False, False, True, True, True]
+
+
+def test_every_error_has_a_stable_code_of_its_own() -> None:
+    import dispatch_core
+    from dispatch_core import RelayDispatchError
+
+    errors = [
+        value
+        for value in vars(dispatch_core).values()
+        if isinstance(value, type) and issubclass(value, RelayDispatchError)
+    ]
+    codes: dict[str, str] = {}
+    for error in errors:
+        assert error.code.startswith("S2R-")
+        # One code has two classes: headers are invalid when they are given, and malformed when they were stored so.
+        if error.code != "S2R-HEADERS-INVALID":
+            assert codes.setdefault(error.code, error.__name__) == error.__name__
+    assert {"S2R-TENANCY-UNBOUND", "S2R-TENANCY-MISMATCH", "S2R-TENANCY-DENIED"} <= set(codes)
