@@ -51,6 +51,11 @@ class ResultChannels:
             and self._listener.is_listening_to(channel.name)
         )
 
+    def unheard(self, tenants: int) -> int:
+        """Return of how many among so many tenants the results are not pushed right now, about."""
+        is_up = self._listener is not None and self._listener.state == "listening"
+        return max(0, tenants - len(self._channels)) if is_up else tenants
+
     def join(self, tenant: str, on_results: Callable[[str], None], on_listening: Callable[[], None]) -> None:
         """Begin to listen, if that can be: `on_results(payload)` for each push.
 

@@ -139,6 +139,8 @@ class Lanes:
         self._doorbell = doorbell
         self._settings = settings
         self._counters = counters
+        # Polls never take all connections: what they ask for can wait, and an enqueue cannot.
+        self._polls = anyio.Semaphore(max(1, database.max_size // 2))
         # How many bytes a result has had lately: what bounds a poll's answer to about 4 MiB.
         self._result_bytes = 0.0
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
@@ -246,7 +248,8 @@ class Lanes:
         until = time.monotonic() + self._settings.poll_timeout_seconds
         while True:
             try:
-                results = await bounded(self._database, until - time.monotonic(), read)
+                async with self._polls:
+                    results = await bounded(self._database, until - time.monotonic(), read)
                 break
             except (DatabaseUnavailableError, DatabaseBusyError):
                 # After a restart every pooled connection is dead, and the second try finds a new one.

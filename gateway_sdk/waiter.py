@@ -45,6 +45,9 @@ __all__ = ["ResultWaiter"]
 _YOUNG_SECONDS: Final = 0.05
 """The shortest time between two polls of a job whose result is not pushed."""
 
+_POLLS_A_SECOND: Final = 200
+"""How many statements a second such polls may make, beyond which they come at longer intervals."""
+
 _SILENCE_SECONDS: Final = 1.0
 """A poll that has had no answer for so long, when a wait is to end, means that the database is away."""
 
@@ -308,8 +311,10 @@ class ResultWaiter:
         """Say when the job is polled next if nothing else happens."""
         interval = self._settings.poll_interval_seconds
         if not self._channels.is_listening(job.room.tenant):
-            # Half its age, so that a short job is found soon, and a long one is not asked for a hundred times.
-            interval = min(interval, max(_YOUNG_SECONDS, (time.monotonic() - job.since) / 2))
+            # Half its age, so that a short job is found soon, and a long one is not asked for a hundred times; but each
+            # tenant is a statement, so the more of them there are, the less often.
+            shortest = max(_YOUNG_SECONDS, self._channels.unheard(len(self._rooms)) / _POLLS_A_SECOND)
+            interval = min(interval, max(shortest, (time.monotonic() - job.since) / 2))
         job.due = time.monotonic() + interval * random.uniform(0.8, 1.0)
         self._ticks.plan(job.room, job.due)
 
