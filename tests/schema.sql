@@ -367,6 +367,12 @@ CREATE FUNCTION relay.session_age() RETURNS interval
     AS $$ … $$;
 ALTER FUNCTION relay.session_age() OWNER TO relay_api;
 
+CREATE FUNCTION relay.sweep_again(p_name text) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.sweep_again(p_name text) OWNER TO relay_api;
+
 CREATE FUNCTION relay.sweep_turn(p_name text, p_every interval) RETURNS boolean
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -737,6 +743,11 @@ REVOKE ALL ON FUNCTION relay.session_age() FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.session_age() TO relay_gateway;
 GRANT ALL ON FUNCTION relay.session_age() TO relay_worker;
 GRANT ALL ON FUNCTION relay.session_age() TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.sweep_again(p_name text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.sweep_again(p_name text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.sweep_again(p_name text) TO relay_worker;
+GRANT ALL ON FUNCTION relay.sweep_again(p_name text) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) TO relay_gateway;

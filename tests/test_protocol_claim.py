@@ -25,6 +25,7 @@ from tests.support.protocol import (
     enqueue,
     logins,
     make_due,
+    pass_deadline,
     release,
     retry,
     row,
@@ -359,6 +360,18 @@ async def test_a_claim_whose_reply_was_lost_is_found_again_by_its_id_while_it_is
     (taken,) = await claim(worker)
     assert taken.job_id == claimed.jobs[1].job_id
     assert await again(first) == expected[2:], "another claim's job is not this claim's any more"
+
+
+async def test_a_job_past_its_deadline_is_not_found_again_either(
+    admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    """It is never handed to a handler, whichever way the claim's reply comes."""
+    late, good = await enqueue(gateway, 2)
+    claim_id = uuid4()
+    await claim(worker, 2, claim_id=claim_id)
+    await pass_deadline(admin, late)
+    found = await RelayDispatchRepository(worker, TENANT).claim_again(RELAY, claimed_by=ME, claim_id=claim_id)
+    assert [job.job_id for job in found.jobs] == [good]
 
 
 async def test_bodies_over_the_limit_come_when_they_are_fetched_and_only_to_the_holder(

@@ -28,7 +28,7 @@ INSIDE_OF_VERBS = {
 }
 # What a policy calls is called by whoever reads the table.
 BY_EVERYBODY = {"bound_tenant", "row_tenant"}
-COMMON = {"now", "session_age", "my_bindings", "sweep_turn", "run_sweeps", "tenants_due"}
+COMMON = {"now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due"}
 
 
 async def _functions(admin: Connection) -> list[asyncpg.Record]:

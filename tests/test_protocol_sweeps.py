@@ -111,6 +111,32 @@ async def test_a_sweep_stays_within_its_limit_and_the_next_one_goes_on(
     assert (await stored(admin))[RESULT] == 10
 
 
+@pytest.mark.parametrize("sweep", ["expire", "lease", "purge"])
+async def test_a_sweep_that_leaves_work_behind_is_due_again_at_once_and_so_keeps_up_with_any_load(
+    admin: Connection, gateway: Connection, worker: Connection, sweep: str
+) -> None:
+    """A bounded batch once a minute would purge 8 results a second, and a table that gets more would grow for ever."""
+    ids: list[UUID] = []
+    for tenant in ("a", "b", "c"):
+        if sweep == "purge":
+            ids += await _ended_jobs(gateway, worker, 10, tenant=tenant)
+        else:
+            ids += await enqueue(gateway, 10, tenant=tenant)
+            if sweep == "lease":
+                await claim(worker, 10, tenant=tenant)
+    await _age_results(admin, *ids)
+    await (end_lease(admin, *ids) if sweep == "lease" else pass_deadline(admin, *ids))
+    table = RESULT if sweep == "purge" else QUEUE
+    hour = (3600.0, 3600.0, 3600.0, 3600.0)
+    left = []
+    for _ in range(3):
+        await _sweep(gateway, limit=1, keep_seconds=3600, every_seconds=hour)
+        left.append(await admin.fetchval(f"select count(*) from {table}"))
+    assert left == [10, 0, 0], "twenty batches of one, then the rest"
+    due = await admin.fetchval("select next_due_at - now() from relay.sweep where name = $1", sweep)
+    assert due > timedelta(minutes=50), "and then the next one is an interval away"
+
+
 async def test_a_sweep_of_one_relay_leaves_the_others_alone(
     admin: Connection, gateway: Connection, worker: Connection
 ) -> None:

@@ -203,7 +203,8 @@ async def test_a_login_has_no_right_but_its_functions(
 
 async def test_every_internal_function_is_among_those_that_were_tried(admin: Connection) -> None:
     callable_by_logins = set(verbs("t", "r", uuid4())) | {
-        "now", "session_age", "my_bindings", "sweep_turn", "run_sweeps", "tenants_due", "bound_tenant", "row_tenant",
+        "now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due", "bound_tenant",
+        "row_tenant",
     }  # fmt: skip
     internal = {
         "bind_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding", "take_jobs",

@@ -149,8 +149,8 @@ begin
   end loop;
 end $$;
 
--- Guarantees: returns the rows that the claim p_claim_id of this instance has taken and that are still its own, as claim
---   returned them (outcome 'claimed'). For a claim whose reply was lost: ask until the lease would have ended, because a
+-- Guarantees: returns the rows that the claim p_claim_id of this instance has taken, that are still its own and not past their
+--   deadline, as claim returned them (outcome 'claimed'). For a claim whose reply was lost: ask until the lease would have ended, because a
 --   claim still under way on the server commits later. Changes nothing.
 -- Errors: S2001, S2002, S2003.
 create or replace function relay.claim_again(
@@ -188,7 +188,7 @@ begin
              octet_length(s.request_body)::bigint as bytes
       from relay.s2r_relay_dispatch_request s
       where s.tenant_id = v_tenant and s.job_id = q.job_id limit 1) r
-    where q.claim_id = p_claim_id and q.claimed_by = p_claimed_by
+    where q.claim_id = p_claim_id and q.claimed_by = p_claimed_by and q.expires_at > v_now
     order by q.seq, q.job_id;
     perform relay.unbind_tenant(v_before);
   end loop;

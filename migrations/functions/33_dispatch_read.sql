@@ -62,7 +62,8 @@ begin
 end $$;
 
 -- Guarantees: at most p_limit jobs of the tenant, the newest first (job ids are UUIDv7), older than p_before where given, of one
---   relay and in one status where given. No bodies. Changes nothing, locks nothing.
+--   relay and in one status where given. No bodies. Changes nothing, locks nothing: so a job whose completion is just being
+--   committed past its deadline reads 'expired' here for a moment. relay.poll waits for such a completion.
 -- Errors: S2001, S2002, S2003; S2020 an unknown status.
 create or replace function relay.list_jobs(
   p_tenant text, p_relay text default null, p_status text default null, p_limit bigint default 50, p_before uuid default null)

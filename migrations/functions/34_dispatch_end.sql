@@ -143,9 +143,23 @@ begin
   return found;
 end $$;
 
--- Guarantees: does whatever of the four sweeps is due for this login, at most p_limit jobs each, over all tenants that the login
---   is bound to (of relay p_relay, where given), and tells what came of it: one row per job that ended or went back, for
---   the caller to ring; and one row (sweep 'purge', job_id null) per tenant with something purged.
+-- Guarantees: the sweep is due again now, for whoever of this login comes next.
+-- Locks: the row, which the caller's turn has locked already.
+create or replace function relay.sweep_again(p_name text) returns void
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_login oid := to_regrole(quote_ident(session_user));
+  v_now   timestamptz := clock_timestamp();
+begin
+  update relay.sweep s set next_due_at = v_now where s.name = p_name and s.role_oid = v_login;
+end $$;
+
+-- Guarantees: does whatever of the four sweeps is due for this login, over all tenants that the login is bound to (of relay
+--   p_relay, where given), p_limit jobs of a tenant at a time and 20 times as many in all; a sweep that leaves work behind is
+--   due again at once, so that it keeps up with any load. Tells what came of it: one row per job that ended or went back,
+--   for the caller to ring; and one row (sweep 'purge', job_id null) per batch of something purged.
 --     expire   jobs past their deadline                     lease   claims whose lease ran out (session p_lease old)
 --     promote  delayed jobs that are due                    purge   results older than p_keep; skipped where p_keep is null
 --   p_every gives the intervals in that order of: expire, lease, promote, purge; null = not this one. Sweeps only tidy:
@@ -160,35 +174,55 @@ language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  -- A turn is per login and relay: relays that share a login do not take it from one another.
-  v_scope  text := coalesce(':' || p_relay, '');
+  v_sweeps text[] := array['expire', 'lease', 'promote', 'purge'];
+  v_sweep  text;
+  v_turn   text;
   v_tenant text;
-  v_count  bigint;
+  v_left   bigint;
+  v_got    bigint;
+  v_full   boolean;
 begin
-  if p_every[1] is not null and relay.sweep_turn('expire' || v_scope, p_every[1]) then
-    for v_tenant in select t.tenant_id from relay.tenants_due('expire', p_relay, null) t loop
-      return query select 'expire', r.* from relay.expire_late(v_tenant, p_relay, p_limit) r;
+  for v_i in 1..4 loop
+    v_sweep := v_sweeps[v_i];
+    -- A turn is per login and relay: relays that share a login do not take it from one another.
+    v_turn := v_sweep || coalesce(':' || p_relay, '');
+    continue when p_every[v_i] is null
+      or v_sweep = 'lease' and coalesce(relay.session_age() < p_lease, true)
+      or v_sweep = 'promote' and p_relay is null
+      or v_sweep = 'purge' and (p_keep is null or p_relay is not null)
+      or not relay.sweep_turn(v_turn, p_every[v_i]);
+    v_left := 20 * p_limit;
+    loop
+      v_full := false;
+      -- In any order, so that one tenant's endless work does not keep the others from their turn.
+      for v_tenant in
+        select t.tenant_id from relay.tenants_due(v_sweep, p_relay, p_keep) t order by random()
+      loop
+        exit when v_left <= 0;
+        if v_sweep = 'expire' then
+          return query select v_sweep, r.* from relay.expire_late(v_tenant, p_relay, least(p_limit, v_left)) r;
+          get diagnostics v_got = row_count;
+        elsif v_sweep = 'lease' then
+          return query select v_sweep, r.* from relay.reclaim_lost(v_tenant, p_relay, least(p_limit, v_left)) r;
+          get diagnostics v_got = row_count;
+        elsif v_sweep = 'promote' then
+          -- A claim promotes too, before it looks; so once is enough.
+          perform relay.promote_due(v_tenant, p_relay, p_limit);
+          v_got := 0;
+        else
+          v_got := relay.purge(v_tenant, p_keep, least(p_limit, v_left));
+          if v_got > 0 then
+            sweep := 'purge'; tenant_id := v_tenant; relay_id := null; job_id := null; status := v_got::text;
+            return next;
+          end if;
+        end if;
+        v_left := v_left - v_got;
+        v_full := v_full or v_got >= p_limit;
+      end loop;
+      exit when not v_full or v_left <= 0;
     end loop;
-  end if;
-  if p_every[2] is not null and coalesce(relay.session_age() >= p_lease, false)
-     and relay.sweep_turn('lease' || v_scope, p_every[2]) then
-    for v_tenant in select t.tenant_id from relay.tenants_due('lease', p_relay, null) t loop
-      return query select 'lease', r.* from relay.reclaim_lost(v_tenant, p_relay, p_limit) r;
-    end loop;
-  end if;
-  if p_every[3] is not null and p_relay is not null and relay.sweep_turn('promote' || v_scope, p_every[3]) then
-    for v_tenant in select t.tenant_id from relay.tenants_due('promote', p_relay, null) t loop
-      perform relay.promote_due(v_tenant, p_relay, p_limit);
-    end loop;
-  end if;
-  if p_every[4] is not null and p_keep is not null and p_relay is null
-     and relay.sweep_turn('purge' || v_scope, p_every[4]) then
-    for v_tenant in select t.tenant_id from relay.tenants_due('purge', null, p_keep) t loop
-      v_count := relay.purge(v_tenant, p_keep, p_limit);
-      if v_count > 0 then
-        sweep := 'purge'; tenant_id := v_tenant; relay_id := null; job_id := null; status := v_count::text;
-        return next;
-      end if;
-    end loop;
-  end if;
+    if v_left <= 0 then
+      perform relay.sweep_again(v_turn);
+    end if;
+  end loop;
 end $$;

@@ -157,6 +157,8 @@ create policy due_work on relay.s2r_relay_dispatch_queue for select to relay_swe
 create policy due_work on relay.s2r_relay_dispatch_result for select to relay_sweep using (true);
 
 -- The job, whole. Its owner is bound by the forced policies, so the view shows the bound tenant and raises when none is.
+-- It locks nothing: a job whose completion is just being committed past its deadline reads 'expired' here for a moment,
+-- where relay.poll waits.
 create view relay.s2r_relay_dispatch with (security_barrier) as
 select r.tenant_id, r.job_id, r.relay_id, r.operation, r.request_headers, r.request_body, r.max_attempts,
        case
