@@ -67,7 +67,11 @@ _POLL: Final = (
     "select n, job_id, status, attempt, response_status, response_headers, response_body, error_code, error_message,"
     " created_at, claimed_at, completed_at, expires_at, remaining from relay.poll($1, $2)"
 )
-_MARK_EXPIRED: Final = "select n, outcome, relay_id, was_claimed from relay.mark_expired($1, $2)"
+# The tenant comes back too: without one given it is the caller's, which only the server knows here.
+_MARK_EXPIRED: Final = (
+    "select n, outcome, relay_id, was_claimed, coalesce($1, current_setting('app.tenant_id', true))"
+    " from relay.mark_expired($1, $2)"
+)
 _LIST: Final = "select * from relay.list_jobs($1, $2, $3, $4, $5)"
 _SWEEP: Final = "select sweep, tenant_id, relay_id, job_id, status from relay.run_sweeps($1, $2, $3, $4, $5)"
 _PURGE: Final = "select relay.purge($1, $2, $3)"
@@ -236,7 +240,7 @@ class RelayDispatchRepository:
         with mapped_errors():
             records = await self._conn.fetch(_MARK_EXPIRED, self._tenant, job_ids)
         return [
-            (EndedJob(self._tenant or "", record[2], job_ids[record[0] - 1], DispatchStatus.EXPIRED), record[3])
+            (EndedJob(record[4], record[2], job_ids[record[0] - 1], DispatchStatus.EXPIRED), record[3])
             for record in records
             if record[1] == "applied"
         ]

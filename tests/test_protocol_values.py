@@ -317,7 +317,8 @@ async def test_every_method_uses_the_tenant_that_the_caller_has_bound(
         keyed = await gate.enqueue(RELAY, "Get", idempotency_key="k")
         assert len(await gate.poll_many([job_id, keyed])) == 2
         assert len(await gate.list_jobs()) == 2
-        assert await gate.mark_expired(keyed) == 1
+        ((ended, was_claimed),) = await gate.mark_expired_many([keyed])
+        assert (ended.tenant_id, ended.relay_id, ended.job_id, was_claimed) == (TENANT, RELAY, keyed, False)
         await gate.now()
         await gate.channel("result")
         assert await gate.purge(0) == 1
