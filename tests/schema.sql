@@ -25,7 +25,7 @@ CREATE FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text DEFAULT N
 ALTER FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
 
 CREATE FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) RETURNS text
-    LANGUAGE sql STABLE SECURITY DEFINER
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$ … $$;
 ALTER FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
