@@ -24,11 +24,15 @@ class CheckFailedError(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """Who does the work. The ratio is ours against the best `baseline`; a `reference` is only shown beside them."""
+    """Who does the work. The ratio is ours against the best `baseline`; a `reference` is only shown beside them.
+
+    `in_quick`: whether a quick run has it too; references never are in one.
+    """
 
     name: str
     role: Role
     what: str
+    in_quick: bool = True
 
 
 @dataclass(frozen=True)

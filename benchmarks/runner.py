@@ -23,8 +23,10 @@ class CaseResult:
 
 
 def contenders_of(scenario: Scenario, *, quick: bool) -> list[Contender]:
-    """Return who takes part; a quick run leaves out those that are only shown."""
-    return [entry for entry in scenario.contenders if not (quick and entry.role == "reference")]
+    """Return who takes part; a quick run leaves out those that are only shown, and all but one of like baselines."""
+    if not quick:
+        return list(scenario.contenders)
+    return [entry for entry in scenario.contenders if entry.in_quick and entry.role != "reference"]
 
 
 def count_samples(scenarios: Sequence[Scenario], *, quick: bool, rounds: int) -> int:

@@ -127,7 +127,7 @@ async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
 
 def _cases(quick: bool) -> Sequence[Case]:
     if quick:
-        return [Case({"tasks": 1}, 400), Case({"tasks": 256}, 5_000)]
+        return [Case({"tasks": 1}, 200), Case({"tasks": 256}, 5_000)]
     return [Case({"tasks": 1}, 4_000), Case({"tasks": 16}, 20_000), Case({"tasks": 256}, 50_000)]
 
 
