@@ -32,7 +32,7 @@ from dispatch_core.errors import (
 from dispatch_core.models import DispatchRequest, DispatchResult
 from gateway_sdk.lanes import EnqueueItem
 from gateway_sdk.runtime import Runtime
-from gateway_sdk.waits import Outcome, Wait
+from gateway_sdk.waits import Outcome, Wait, for_job
 
 __all__ = ["TenantClient"]
 
@@ -199,9 +199,7 @@ class TenantClient:
 
         def on_enqueued(_item: object, answer: bool | Exception) -> None:
             if isinstance(answer, Exception):
-                if isinstance(answer, DatabaseError):
-                    answer.job_id = row.job_id
-                wait.end(answer)
+                wait.end(for_job(answer, row.job_id))
             else:
                 wait.stored()
 

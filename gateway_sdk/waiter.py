@@ -22,7 +22,6 @@ wait after a reconnect. Where nothing is pushed, a job is polled often while it 
 from __future__ import annotations
 
 import asyncio
-import copy
 import random
 import time
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from gateway_sdk.due import Due
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.lanes import Lanes, Polled
 from gateway_sdk.settings import GatewaySettings
-from gateway_sdk.waits import Job, Outcome, Room, Wait
+from gateway_sdk.waits import Job, Outcome, Room, Wait, for_job
 
 __all__ = ["ResultWaiter"]
 
@@ -142,8 +141,12 @@ class ResultWaiter:
     def on_stored(self, job: Job) -> None:
         """Note that the job is committed."""
         job.storing = False
-        # Where it has been listened to since before the commit, a result will ring: no poll is needed.
-        if job.waits and (job.again or job.at_deadline or not self._channels.is_listening(job.room.tenant)):
+        if not job.waits:
+            return
+        # Where it has been listened to since before the commit, a result will ring: no poll is needed, but to learn of
+        # a deadline that only the database knows (`expires_at`, by its clock).
+        is_told = job.timer is not None and self._channels.is_listening(job.room.tenant)
+        if job.again or job.at_deadline or not is_told:
             job.again = False
             self._poll(job)
 
@@ -215,14 +218,14 @@ class ResultWaiter:
         if job.expired is not None:
             self._finish(job, job.expired)
         elif not isinstance(error, RelayDispatchError) or not error.retryable or job.at_deadline:
-            self._finish(job, partial(_for_job, error, job.job_id))
+            self._finish(job, partial(for_job, error, job.job_id))
         else:
             job.error = error
             if job.timer is None:
                 # No deadline is known, so those who gave no timeout would wait without any bound.
                 for wait in [wait for wait in job.waits if wait.timer is None]:
                     self.on_left(wait)
-                    wait.end(_for_job(error, job.job_id))
+                    wait.end(for_job(error, job.job_id))
             if job.waits:
                 self._plan(job)
 
@@ -232,7 +235,7 @@ class ResultWaiter:
         if job.expired is not None:
             outcome: Outcome = job.expired
         elif job.error is not None:
-            outcome = _for_job(job.error, job.job_id)
+            outcome = for_job(job.error, job.job_id)
         elif job.storing or job.is_silent(_SILENCE_SECONDS):
             outcome = _no_answer(job)
         else:
@@ -354,14 +357,6 @@ class ResultWaiter:
                 self._plan(job)
             else:
                 self._ticks.plan(room, job.due)
-
-
-def _for_job(error: Exception, job_id: UUID) -> Exception:
-    own = copy.copy(error)
-    own.__cause__ = error.__cause__
-    if hasattr(own, "job_id"):
-        own.job_id = job_id
-    return own
 
 
 def _no_answer(job: Job) -> DatabaseUnavailableError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
@@ -11,7 +12,7 @@ from uuid import UUID
 from dispatch_core.errors import RelayDispatchError
 from dispatch_core.models import DispatchResult
 
-__all__ = ["Job", "Outcome", "Room", "Wait"]
+__all__ = ["Job", "Outcome", "Room", "Wait", "for_job"]
 
 Outcome: TypeAlias = DispatchResult | Exception
 """How a wait ends. An error is a value here, because it may never be asked for."""
@@ -106,6 +107,15 @@ class Job:
     def is_silent(self, seconds: float) -> bool:
         """Tell whether a poll has had no answer for so long."""
         return self.polling and time.monotonic() - self.asked_at >= seconds
+
+
+def for_job(error: Exception, job_id: UUID) -> Exception:
+    """Return a copy of `error` for one job: what failed for a whole batch is raised in many tasks."""
+    own = copy.copy(error)
+    own.__cause__ = error.__cause__
+    if hasattr(own, "job_id"):
+        own.job_id = job_id
+    return own
 
 
 class Room:

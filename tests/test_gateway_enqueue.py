@@ -18,6 +18,7 @@ import pytest
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import (
     DatabaseBusyError,
+    DatabaseError,
     DatabaseUnavailableError,
     IdempotencyConflictError,
     InvalidBodyError,
@@ -145,6 +146,31 @@ async def test_a_bad_row_hurts_only_its_own_caller(database: TestDatabase) -> No
     assert [n for n, item in enumerate(outcomes) if not isinstance(item, UUID)] == [13]
     assert isinstance(outcomes[13], InvalidDeadlineError)
     assert len(stored) == 49
+
+
+async def test_calls_that_fail_together_each_get_an_error_of_their_own(
+    database: TestDatabase, admin: Connection
+) -> None:
+    await admin.execute(
+        "create function public.refuse() returns trigger language plpgsql as"
+        " $$begin raise exception 'broken' using errcode = 'XX000'; end$$"
+    )
+    await admin.execute(
+        "create trigger refuse before insert on relay.s2r_relay_dispatch_request"
+        " for each statement execute function public.refuse()"
+    )
+    async with open_client(database.gateway_dsn, enqueue_concurrency=1) as client:
+        acme = client.tenant("acme")
+        errors = await asyncio.gather(
+            *(acme.call("erp", "Op", timeout=5) for _ in range(4)),
+            *(acme.enqueue("erp", "Op") for _ in range(4)),
+            return_exceptions=True,
+        )
+        statements = client._runtime.lanes.enqueue["acme"].flushes  # type: ignore[union-attr]
+    assert statements == 1
+    assert all(isinstance(error, DatabaseError) and error.sqlstate == "XX000" for error in errors)
+    assert len({id(error) for error in errors}) == 8
+    assert len({error.job_id for error in errors if isinstance(error, DatabaseError)} - {None}) == 8
 
 
 async def test_a_cancelled_enqueue_takes_no_other_along(database: TestDatabase, admin: Connection) -> None:
