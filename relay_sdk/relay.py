@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
 from dispatch_core.codec import check_name
-from dispatch_core.errors import ConfigurationError
+from dispatch_core.errors import ConfigurationError, HandlerRegistrationError
 from dispatch_core.settings import CoreSettings
 from relay_sdk.metrics import Health, RelayMetrics
 from relay_sdk.registry import Registry
@@ -83,6 +83,11 @@ class Relay:
 
         Raises: HandlerRegistrationError, when applied.
         """
+        if callable(operation):
+            # `@relay.handler` alone would put the function's name to an object that is never called.
+            raise HandlerRegistrationError(
+                'write @relay.handler("Operation"): a handler is registered for an operation'
+            )
 
         def register(function: Function) -> Function:
             return self._registry.add(operation, function, timeout=timeout, concurrency=concurrency)
@@ -126,6 +131,8 @@ class Relay:
 
         A second signal ends the grace period. Exits with 4 for a schema that does not fit, 5 for a database that is not
         reached, 1 for any other foreseeable error.
+
+        Raises: ConfigurationError inside an event loop that runs.
         """
         main([self], drain=drain)
 

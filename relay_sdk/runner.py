@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, Protocol
 import anyio
 from anyio.abc import TaskGroup
 
-from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError, SchemaMismatchError
+from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError, RelayDispatchError, SchemaMismatchError
 from dispatch_core.settings import CoreSettings
 from relay_sdk.connections import Connections
 from relay_sdk.session import Session
@@ -206,6 +206,8 @@ def _signals(stop: Callable[[float | None], None]) -> Iterator[None]:
 
 def main(relays: Sequence[Runnable], *, drain: bool = False) -> None:
     """Run relays as a program of their own: see `Relay.main`."""
+    if asyncio._get_running_loop() is not None:
+        raise ConfigurationError("main() makes an event loop of its own, and one runs already: use `await relay.run()`")
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run = _Run(relays, drain)

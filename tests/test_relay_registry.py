@@ -159,3 +159,14 @@ def test_a_delay_that_is_none_is_refused_where_it_is_made(after: Any) -> None:
         Retry(after=after)
     with pytest.raises(InvalidDeadlineError):
         Snooze(after)
+
+
+def test_a_handler_without_an_operation_is_refused_where_it_stands() -> None:
+    function: Any = _good  # as in `@relay.handler` above `async def _good`
+    with pytest.raises(HandlerRegistrationError, match=r'write @relay\.handler\("Operation"\)'):
+        _relay().handler(function)
+
+
+async def test_main_within_a_running_loop_says_what_to_use_instead() -> None:
+    with pytest.raises(ConfigurationError, match=r"await relay\.run\(\)"):
+        _relay().main()
