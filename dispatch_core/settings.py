@@ -25,23 +25,35 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True)
 
-    @classmethod
-    def load(cls, **values: Any) -> Self:
-        """Read the settings; those in `values` that are not None come before the environment.
+    def __init__(self, **values: Any) -> None:
+        """Read the settings; those in `values` come before the environment.
 
         Raises: ConfigurationError, which names each wrong setting by field and environment variable, without values.
         """
         try:
-            return cls(**{name: value for name, value in values.items() if value is not None})
+            super().__init__(**values)
         except ValidationError as error:
-            prefix = str(cls.model_config.get("env_prefix", ""))
             problems = [
-                f"{'.'.join(str(part) for part in problem['loc']) or cls.__name__}"
-                f" ({(prefix + '_'.join(str(part) for part in problem['loc'])).upper()}): {problem['msg']}"
+                self._problem([str(part) for part in problem["loc"]], problem["msg"].removeprefix("Value error, "))
                 for problem in error.errors(include_input=False, include_url=False, include_context=False)
             ]
             # `from None`: the chained error of pydantic would be printed with it, and it is long.
             raise ConfigurationError("; ".join(problems)) from None
+
+    @classmethod
+    def _problem(cls, where: list[str], what: str) -> str:
+        if not where:
+            return f"{cls.__name__}: {what}"
+        variable = f"{cls.model_config.get('env_prefix', '')}{'_'.join(where)}".upper()
+        return f"{'.'.join(where)} ({variable}): {what}"
+
+    @classmethod
+    def load(cls, **values: Any) -> Self:
+        """Read the settings as the class itself does, but for values that are None: these are as if not given.
+
+        Raises: ConfigurationError.
+        """
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 class CoreSettings(Settings):

@@ -9,6 +9,8 @@ from pydantic import SecretStr, ValidationError
 
 from dispatch_core.errors import ConfigurationError
 from dispatch_core.settings import CoreSettings, redact_dsn
+from gateway_sdk import GatewaySettings
+from relay_sdk import RelaySettings
 
 DSN = "postgresql://ann:s3cret@db/app"
 
@@ -121,3 +123,17 @@ def test_every_setting_has_its_description_and_times_and_sizes_their_unit() -> N
 def test_a_dsn_is_shown_without_its_password(dsn: str, shown: str) -> None:
     assert redact_dsn(dsn) == shown
     assert redact_dsn(SecretStr(dsn)) == shown
+
+
+def test_settings_made_in_code_are_refused_in_the_words_of_those_that_are_read() -> None:
+    for make in (CoreSettings, CoreSettings.load):
+        with pytest.raises(ConfigurationError, match=r"^pool_max_size \(RELAY_DISPATCH_POOL_MAX_SIZE\): ") as caught:
+            make(pool_max_size=0)
+        assert caught.value.__cause__ is None
+
+
+def test_the_settings_of_the_sdks_refuse_wrong_values_as_those_of_the_core_do() -> None:
+    with pytest.raises(ConfigurationError, match=r"default_ttl_seconds \(GATEWAY_DEFAULT_TTL_SECONDS\)"):
+        GatewaySettings(default_ttl_seconds=0)
+    with pytest.raises(ConfigurationError, match=r"^RelaySettings: .* at most half of lease_seconds"):
+        RelaySettings(lease_seconds=1, heartbeat_seconds=1)
