@@ -147,7 +147,7 @@ async def test_a_login_without_rights_is_given_one_line_and_the_statements(
     ended = await run("db", "migrate", "--dsn", bare_database.gateway_dsn)
     assert ended.code == 1
     first, *statements = ended.err.splitlines()
-    assert first.startswith("error: login relay_gateway_login lacks rights on database")
+    assert first.startswith("error: S2R-MIGRATION-RIGHTS: login relay_gateway_login lacks rights on database")
     assert statements
     assert all(line.startswith("  ") and line.endswith(";") for line in statements)
     assert ended.out == ""
@@ -199,7 +199,7 @@ async def test_an_unreachable_database_ends_with_5_in_one_line_without_the_passw
     ended = await run("db", *command, "--dsn", "postgresql://somebody:hunter2@127.0.0.1:9/x")
     assert (ended.code, ended.out) == (5, "")
     assert ended.err.count("\n") == 1
-    assert ended.err.startswith("error: ")
+    assert ended.err.startswith("error: S2R-")
     assert "hunter2" not in ended.err
 
 
@@ -220,7 +220,10 @@ async def test_a_refused_login_ends_with_1_without_the_password(bare_database: T
 
 async def test_no_dsn_at_all_is_a_usage_error_that_names_both_ways(run: Run) -> None:
     ended = await run("db", "status")
-    assert (ended.code, ended.err) == (2, "error: no DSN: give --dsn or set RELAY_DISPATCH_DSN\n")
+    assert (ended.code, ended.err) == (
+        2,
+        "error: S2R-CONFIGURATION-INVALID: no DSN: give --dsn or set RELAY_DISPATCH_DSN\n",
+    )
 
 
 async def test_plan_and_sql_exclude_each_other(run: Run) -> None:

@@ -175,7 +175,8 @@ def report_error(error: RelayDispatchError) -> None:
         for statement in error.statements:
             text = text.replace(statement, "")
         text = " ".join(text.split())
-    note(f"error: {text.strip()}")
+    # The code is what documentation and other programs know the error by.
+    note(f"error: {error.code}: {text.strip()}")
     if isinstance(error, MigrationRightsError):
         for statement in error.statements:
             note(f"  {statement}")
