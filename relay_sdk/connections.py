@@ -104,7 +104,12 @@ class Connections:
         Otherwise each statement under way would be waited for, in the end, for as long as a dead network is believed.
         """
         self._users -= 1
-        if cut and self._users <= 0:
+        if cut:
+            self.cut()
+
+    def cut(self) -> None:
+        """End all connections without a good-bye, unless another relay works with them. Idempotent: yes."""
+        if self._users <= 0:
             self.database.terminate()
             if self.listener is not None:
                 self.listener.terminate()

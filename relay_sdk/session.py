@@ -20,7 +20,7 @@ from uuid import UUID
 import anyio
 
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import DatabaseError, DatabaseUnavailableError, TenancyError
+from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError
 from dispatch_core.ids import new_instance_id
 from dispatch_core.models import ClaimedJobs, DispatchJob, DispatchStatus, EndedJob
 from relay_sdk.claimer import Claimer
@@ -313,11 +313,13 @@ class Session:
                 return
 
     def _leave(self) -> None:
-        """Let go of the connections; cut them where the database has not answered what is in hand."""
+        """Let go of the connections; cut them where the database has not answered the write of an end."""
         if not self._has_left:
             assert self._connections is not None
             self._has_left = True
-            self._connections.leave(cut=self.state == "stopping" and self._unwritten() > 0)
+            # A handler that refuses to end says nothing about them: what is given back of it is rung for on them.
+            unanswered = any(slot.end is not None for slot in self._slots or ())
+            self._connections.leave(cut=self.state == "stopping" and unanswered)
 
     def _unwritten(self) -> int:
         """How many jobs in hand have an end that is not written, or none."""
@@ -336,7 +338,7 @@ class Session:
                 await self._executor.until_idle()
         left = [slot for slot in slots if slot.cause is not Cause.LOST and (slot.end or slot.state is not ENDED)]
         if left or self._claimer.unanswered:
-            with anyio.move_on_after(_GIVE_BACK_SECONDS):
+            with anyio.move_on_after(_GIVE_BACK_SECONDS) as timeout:
                 try:
                     await give_back(
                         left,
@@ -347,8 +349,10 @@ class Session:
                         settled=self._executor.settled,
                         metrics=self._metrics,
                     )
-                except (DatabaseError, TenancyError) as error:
+                except RelayDispatchError as error:
                     logger.warning("relay %s could not give back what it had: %s", self._relay_id, error)
+            if timeout.cancelled_caught:
+                connections.cut()
         self.abandoned = self._executor.running + sum(slot.thread_runs for slot in slots)
         if self.abandoned:
             logger.error("relay %s leaves %d handlers behind that do not end", self._relay_id, self.abandoned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from typing import Any
@@ -310,6 +311,38 @@ async def test_a_claim_that_hangs_when_the_grace_is_over_is_asked_for_and_given_
     async with running(relay, grace_seconds=0.1):
         await claimed.wait()
     assert [((await jobs.get(i)).status, (await jobs.get(i)).attempt) for i in ids] == [(PENDING, 0)] * 3
+
+
+async def test_a_handler_that_refuses_to_end_does_not_keep_others_from_being_woken(
+    database: TestDatabase, gateway: Any
+) -> None:
+    """Nothing is wrong with the connections, so what is given back of it is rung for: nobody has to poll for it."""
+    far: dict[str, Any] = {**FAR, "poll_seconds": 60.0}
+    first, second = new_relay(database, **far), new_relay(database, **far)
+    started, goes_on = asyncio.Event(), asyncio.Event()
+
+    @first.fallback
+    async def stubborn(job: DispatchJob) -> None:
+        started.set()
+        while not goes_on.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await goes_on.wait()
+
+    second.fallback(_nothing)
+    jobs = Jobs(gateway)
+    async with running(first, grace_seconds=0.0) as run:
+        job_id = await jobs.enqueue(max_attempts=2)
+        await jobs.ring()
+        await started.wait()
+        async with running(second):
+            # Its first claim, and all that a poll or catching up could be the reason of, lie before the stop.
+            await eventually(lambda: second.metrics.claims > 0 and second.health().listener == "listening")
+            first.stop(grace_seconds=0.0)
+            await run
+            result = await jobs.end(job_id, timeout=5)
+            goes_on.set()
+    assert (result.status, result.attempt) == (SUCCEEDED, 2)
+    assert second.metrics.wakeups_by_notify == 1
 
 
 async def test_a_piece_that_dies_takes_the_relay_down_with_its_cause(
