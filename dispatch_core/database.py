@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
+from urllib.parse import parse_qsl, urlsplit
 from uuid import UUID
 
 import anyio
@@ -199,19 +200,59 @@ async def connect(
                     server_settings={"application_name": application_name},
                     connection_class=connection_class,
                 )
-        except ValueError as error:
-            raise _unusable_dsn(error) from None
+        except (ValueError, OverflowError) as error:
+            raise _unusable_dsn(dsn, error) from None
+        except (OSError, EOFError) as error:
+            raise _unreached(dsn, error) from error
     await _watch_socket(conn)
     return conn
 
 
-def _unusable_dsn(error: ValueError) -> ConfigurationError:
+_ENCODE: Final = "@ : / ? # in user, password and database must be percent-encoded (%40 %3A %2F %3F %23)"
+_SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+
+
+def _unusable_dsn(dsn: str, error: Exception) -> ConfigurationError:
     # The text of the error may quote a part of the DSN, such as the half of a password behind an unescaped slash.
     if isinstance(error, asyncpg.exceptions.ClientConfigurationError) and "scheme" in str(error):
         return ConfigurationError("the DSN must begin with postgresql:// or postgres://")
-    return ConfigurationError(
-        f"the DSN cannot be used ({type(error).__name__}); user, password and database must be percent-encoded in it"
-    )
+    hosts = _hosts(dsn)
+    if hosts is None:
+        return ConfigurationError(f"the DSN cannot be used: {_ENCODE}")
+    parameters = dict(parse_qsl(urlsplit(dsn).query, keep_blank_values=True))
+    if parameters.get("sslmode", "prefer") not in _SSL_MODES:
+        return ConfigurationError(f"sslmode in the DSN must be one of {', '.join(_SSL_MODES)}")
+    ports = [host.rpartition("]")[2].partition(":")[2] for host in hosts.split(",")]
+    ports += parameters.get("port", "").split(",")
+    if not all(port == "" or (port.isdecimal() and int(port) < 2**16) for port in ports):
+        return ConfigurationError("the port in the DSN must be a number below 65536")
+    return ConfigurationError(f"the DSN cannot be used: a host, a port or a parameter in it is not valid, or {_ENCODE}")
+
+
+def _unreached(dsn: str, error: OSError | EOFError) -> DatabaseUnavailableError:
+    hosts = _hosts(dsn)
+    late = isinstance(error, TimeoutError) and error.errno is None
+    why = "" if late else f": {(isinstance(error, OSError) and error.strerror) or error}"
+    text = f"PostgreSQL could not be reached{{}}{' in time' if late else ''}{why}"
+    if hosts is None:
+        # What stands for the host may be a piece of the password: it is not named.
+        return DatabaseUnavailableError(text.format("") + f"; the host in the DSN looks wrong: {_ENCODE}")
+    if hosts and ":" not in hosts.rpartition("]")[2]:
+        hosts += " (no port given: PGPORT, else 5432)"
+    return DatabaseUnavailableError(text.format(f" at {hosts}" if hosts else ""))
+
+
+def _hosts(dsn: str) -> str | None:
+    """Return the hosts and ports of a DSN as they are written there; None where a password may have got among them."""
+    try:
+        parts = urlsplit(dsn)
+    except ValueError:
+        return None
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    # asyncpg ends the password at the first @, and everybody ends the address at the first of / ? #.
+    if "@" in credentials or "@" in parts.path + parts.query + parts.fragment:
+        return None
+    return hosts or dict(parse_qsl(parts.query)).get("host", "")
 
 
 async def close_connection(conn: Connection, seconds: float = _PUT_AWAY_SECONDS) -> None:
@@ -283,12 +324,13 @@ class Database:
         self._owns_pool = True
 
     @classmethod
-    def wrap(cls, pool: Any, *, connect_timeout: float = 10.0) -> Database:
+    def wrap(cls, pool: Any, *, connect_timeout: float = 10.0, command_timeout: float = 30.0) -> Database:
         """Use a pool of asyncpg that the caller opened and will close; its own settings and reset hold.
 
-        `connect_timeout`: seconds to wait for a connection of it.
+        `connect_timeout`: seconds to wait for a connection of it. `command_timeout`: for `execute` alone; the pool may
+        have none, so whoever uses `connection` sets a bound of its own.
         """
-        database = cls("", connect_timeout=connect_timeout)
+        database = cls("", connect_timeout=connect_timeout, command_timeout=command_timeout)
         database._dsn = None
         database._pool = pool
         database._owns_pool = False
@@ -322,8 +364,10 @@ class Database:
                 except BaseException:
                     pool.terminate()
                     raise
-            except ValueError as error:
-                raise _unusable_dsn(error) from None
+            except (ValueError, OverflowError) as error:
+                raise _unusable_dsn(self._dsn or "", error) from None
+            except (OSError, EOFError) as error:
+                raise _unreached(self._dsn or "", error) from error
         self._pool = pool
         return self
 
@@ -387,12 +431,13 @@ class Database:
                 await pool.release(conn, timeout=_PUT_AWAY_SECONDS)
 
     async def execute(self, sql: str, *args: object) -> list[Any]:
-        """Run one statement on a pooled connection; returns the rows.
+        """Run one statement on a pooled connection, within the command timeout also on a pool that has none.
 
-        Transaction: its own. Raises: as `connection`.
+        Transaction: its own. Raises: as `connection`; ConnectionLostError where there was no answer in time.
         """
         async with self.connection() as conn:
-            rows: list[Any] = await conn.fetch(sql, *args)
+            with anyio.fail_after(self._command_timeout):
+                rows: list[Any] = await conn.fetch(sql, *args)
             return rows
 
     async def connect_dedicated(self, name: str | None = None, *, dsn: str | None = None) -> Connection:

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from dispatch_core.database import Database
+from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import RelayDispatchError, TenancyError
 from dispatch_core.listener import Listener
-from gateway_sdk.lanes import StartSoon
+from gateway_sdk.lanes import StartSoon, bounded
+from gateway_sdk.settings import GatewaySettings
 
 __all__ = ["ResultChannels"]
 
@@ -30,10 +31,14 @@ class _Channel:
 class ResultChannels:
     """The result channels that are listened to, one per tenant, on the one connection of the process."""
 
-    def __init__(self, database: Database, listener: Listener | None, limit: int, start_soon: StartSoon) -> None:
+    def __init__(
+        self, database: Database, listener: Listener | None, settings: GatewaySettings, start_soon: StartSoon
+    ) -> None:
         self._database = database
         self._listener = listener
-        self._limit = limit
+        self._limit = settings.max_channels
+        # What a channel is called can wait, as a poll can: it must not hold a dead connection for longer.
+        self._timeout = settings.poll_timeout_seconds
         self._start_soon = start_soon
         self._channels: dict[str, _Channel] = {}
         self._warned = False
@@ -82,9 +87,12 @@ class ResultChannels:
 
     async def _open(self, tenant: str, channel: _Channel) -> None:
         assert self._listener is not None
+
+        async def read(conn: Connection) -> str:
+            return await RelayDispatchRepository(conn, tenant).channel("result")
+
         try:
-            async with self._database.connection() as conn:
-                name = await RelayDispatchRepository(conn, tenant).channel("result")
+            name = await bounded(self._database, self._timeout, read)
         except TenancyError as error:
             # It stays, so that it is not asked for again and again.
             channel.is_denied = True

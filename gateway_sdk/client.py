@@ -20,7 +20,7 @@ from typing import Any, Self
 import anyio
 import anyio.abc
 
-from dispatch_core.database import Database
+from dispatch_core.database import Connection, Database
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import ClientClosedError, ConfigurationError
 from dispatch_core.listener import Listener
@@ -29,7 +29,7 @@ from dispatch_core.tenancy import warn_if_bypassing
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.direct import DirectStatements
 from gateway_sdk.health import GatewayCounters, GatewayHealth
-from gateway_sdk.lanes import Lanes
+from gateway_sdk.lanes import Lanes, bounded
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.sweeper import Sweeper
@@ -121,9 +121,7 @@ class GatewayClient:
             raise ConfigurationError("this client is open already")
         async with AsyncExitStack() as stack:
             database = await stack.enter_async_context(self._database())
-            async with database.connection() as conn:
-                await check_schema(conn)
-                await warn_if_bypassing(conn, logger)
+            await bounded(database, self._settings.core.command_timeout_seconds, _check)
             tasks = await stack.enter_async_context(_Tasks())
             runtime = self._assemble(database, tasks)
             stack.push_async_exit(partial(self._wind_down, runtime))
@@ -149,7 +147,11 @@ class GatewayClient:
     def _database(self) -> Database:
         core = self._settings.core
         if self._pool is not None:
-            return Database.wrap(self._pool, connect_timeout=core.connect_timeout_seconds)
+            return Database.wrap(
+                self._pool,
+                connect_timeout=core.connect_timeout_seconds,
+                command_timeout=core.command_timeout_seconds,
+            )
         return Database(
             core.require_dsn(),
             min_size=core.pool_min_size,
@@ -184,7 +186,7 @@ class GatewayClient:
         doorbell = Doorbell(*([listener] if listener is not None else []), database)
         lanes = Lanes(database, doorbell, settings, counters, tasks.start_soon)
         direct = DirectStatements(database, settings)
-        channels = ResultChannels(database, listener, settings.max_channels, tasks.start_soon)
+        channels = ResultChannels(database, listener, settings, tasks.start_soon)
         waiter = ResultWaiter(lanes, channels, listener, settings, counters)
         return Runtime(settings, database, listener, doorbell, lanes, direct, channels, waiter, counters)
 
@@ -204,6 +206,11 @@ class GatewayClient:
         with anyio.move_on_after(self._settings.close_timeout_seconds, shield=True):
             await runtime.lanes.drain()
         # The doorbell, when it is cancelled, sends what waits.
+
+
+async def _check(conn: Connection) -> None:
+    await check_schema(conn)
+    await warn_if_bypassing(conn, logger)
 
 
 def _failed(runtime: Runtime, error: BaseException) -> None:

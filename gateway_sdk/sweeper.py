@@ -10,10 +10,12 @@ import random
 
 import anyio
 
-from dispatch_core.database import Database
+from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import RelayDispatchError
+from dispatch_core.models import EndedJob
+from gateway_sdk.lanes import bounded
 from gateway_sdk.settings import GatewaySettings
 
 __all__ = ["Sweeper"]
@@ -48,12 +50,15 @@ class Sweeper:
     async def sweep(self) -> int:
         """Do what is due, ring for what came of it, and return how many jobs were ended or put back."""
         interval = self._settings.sweep_interval_seconds
-        async with self._database.connection() as conn:
-            jobs = await RelayDispatchRepository(conn).run_sweeps(
+
+        async def run(conn: Connection) -> list[EndedJob]:
+            return await RelayDispatchRepository(conn).run_sweeps(
                 lease_seconds=self._settings.lease_seconds,
                 keep_seconds=self._settings.result_keep_seconds,
                 every_seconds=(interval, interval, interval, max(60.0, interval)),
             )
+
+        jobs = await bounded(self._database, self._settings.core.command_timeout_seconds, run)
         for job in jobs:
             if job.status.is_terminal:
                 self._doorbell.ring_results(job.tenant_id, job.job_id)

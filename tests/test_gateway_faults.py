@@ -10,9 +10,11 @@ from uuid import UUID
 import anyio
 import asyncpg
 import pytest
+from pydantic import SecretStr
 
 from dispatch_core.errors import ConnectionLostError, DatabaseUnavailableError, RelayDispatchError, WaitTimeoutError
 from gateway_sdk import DispatchRequest, DispatchResult, DispatchStatus
+from gateway_sdk.sweeper import Sweeper
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.gateway import Connection, PlayedRelay, open_client
@@ -318,6 +320,41 @@ async def test_a_pool_that_is_busy_is_waited_for_and_no_longer_than_promised(dat
             assert time.monotonic() - started < 1
             assert caught.value.job_id is not None
         await acme.enqueue("erp", "Op")
+
+
+async def test_no_statement_on_a_dead_connection_of_a_callers_pool_is_without_a_bound(database: TestDatabase) -> None:
+    """The pool has no command timeout, and its one connection is silent: what uses it ends, and the pool is whole."""
+    async with (
+        TcpProxy.before(database.gateway_dsn) as proxy,
+        asyncpg.create_pool(proxy.dsn(database.gateway_dsn), min_size=1, max_size=1) as pool,
+    ):
+        settings = {"listen_dsn": SecretStr(database.gateway_dsn), "write_timeout_seconds": 5.0}
+        settings |= {"command_timeout_seconds": 0.3, "poll_timeout_seconds": 0.3}
+        proxy.connections[0].mode = "black_hole"
+        with anyio.fail_after(5), pytest.raises(DatabaseUnavailableError):
+            async with open_client(None, pool=pool, **settings):
+                pass
+        async with open_client(None, pool=pool, **settings) as client:
+            acme = client.tenant("acme")
+            runtime = client._runtime
+            assert runtime is not None
+            sweeper = Sweeper(runtime.database, runtime.doorbell, client.settings)
+            calls: dict[str, Callable[[], Awaitable[object]]] = {
+                "sweep": sweeper.sweep,
+                "ring without a listener": lambda: runtime.database.execute("select 1"),
+                # The name of the channel is asked for, and the job, one after the other.
+                "wait": lambda: acme.wait(job_id, timeout=1),
+            }
+            for name, call in calls.items():
+                job_id = await acme.enqueue("erp", "Op")
+                (connection,) = [each for each in proxy.connections if each.mode == "pass"]
+                connection.mode = "black_hole"
+                with anyio.fail_after(5):
+                    with pytest.raises(RelayDispatchError) as caught:
+                        await call()
+                    assert caught.value.retryable, name
+                    await acme.enqueue("erp", "Op")
+            await eventually(lambda: client.health().channels == 1 and runtime.channels.is_listening("acme"))
 
 
 @pytest.mark.case("C40")
