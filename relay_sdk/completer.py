@@ -26,7 +26,7 @@ from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import DatabaseBusyError, DatabaseUnavailableError, RelayDispatchError
 from dispatch_core.models import Completion, DispatchStatus, PutBack, Settled, WriteOutcome
-from relay_sdk.ends import Ends
+from relay_sdk.ends import Ends, Refused, Released
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.settings import RelaySettings
 from relay_sdk.slots import Slot
@@ -160,7 +160,7 @@ class Completer:
         assert isinstance(end, PutBack)
         status = answer.status
         if status is DispatchStatus.PENDING:
-            if end.error_code in ("S2R-RELAY-STOPPED", "S2R-RELAY-BUSY"):
+            if isinstance(end, Released):
                 self._metrics.jobs_released += 1
             else:
                 self._metrics.jobs_retried += 1
@@ -193,7 +193,7 @@ class Completer:
         if isinstance(error, DatabaseUnavailableError):
             return  # only once `run` was cancelled: it stays in hand, and is given back with the others
         end = slot.end
-        if isinstance(end, Completion) and end.error_code == "S2R-RESULT-INVALID":
+        if isinstance(end, Refused):
             logger.error("job %s cannot be ended, and is left to its lease: %s", slot.job.job_id, error)
             self._metrics.jobs_lost += 1
             self._settled(slot)

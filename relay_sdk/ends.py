@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any, Final, TypeAlias
 
 from dispatch_core import codec
@@ -19,14 +22,43 @@ from relay_sdk.outcomes import Reject, Reply, Retry, Snooze
 from relay_sdk.settings import RelaySettings
 from relay_sdk.slots import RUNNING, Cause, Slot
 
-__all__ = ["End", "Ends"]
+__all__ = ["End", "Ends", "Expired", "Refused", "Released", "leaves_of"]
 
 logger = logging.getLogger(__name__)
 
 End: TypeAlias = Completion | PutBack | None
 """What is to be written of a job; None: nothing, because it is not ours any more."""
 
+
+class Expired(Completion):
+    """The job's deadline has passed. These three are told by their class: a handler may choose any error code."""
+
+    __slots__ = ()
+
+
+class Refused(Completion):
+    """The database refused the end that the job had."""
+
+    __slots__ = ()
+
+
+class Released(PutBack):
+    """The job is put back for a reason of the relay's."""
+
+    __slots__ = ()
+
+
 _MAX_MESSAGE_BYTES: Final = 2000
+_DESCRIBED_LEAVES: Final = 3
+_MAX_MEMBERS: Final = 10_000
+_MAX_PRINTED_DEPTH: Final = 30
+
+# As Python itself has them: a class of a handler's may have others, which run code of its own.
+_members_of: Final[Callable[[BaseException], tuple[BaseException, ...]]] = vars(BaseExceptionGroup)[
+    "exceptions"
+].__get__
+_name_of: Final[Callable[[type], str]] = vars(type)["__name__"].__get__
+
 _STOPPED: Final = "the relay stopped while the handler ran, and no attempt is left"
 
 
@@ -111,10 +143,19 @@ class Ends:
             return self._error(job, "S2R-HANDLER-CANCELLED", "the handler raised CancelledError", None)
         return self._error(job, "S2R-HANDLER-ERROR", describe(error), error)
 
+    def not_understood(self, slot: Slot) -> End:
+        """Return the end for an error of a handler that itself failed when it was looked at."""
+        job = slot.job
+        assert not isinstance(job, MalformedJob)
+        if slot.cause is not None and slot.cause is not Cause.TIMEOUT:
+            return self.cancelled_before_start(slot)
+        return self._error(job, "S2R-HANDLER-ERROR", "the handler raised an error that cannot be looked at", None)
+
     def _error(self, job: DispatchJob, code: str, message: str, error: BaseException | None) -> End:
         self._metrics.handler_errors += 1
         again = not job.last_attempt
-        logger.log(
+        log = partial(
+            logger.log,
             logging.WARNING if again else logging.ERROR,
             "job %s (%s, attempt %d of %d) %s: %s",
             job.job_id,
@@ -123,8 +164,11 @@ class Ends:
             job.max_attempts,
             "is tried again" if again else "failed",
             message,
-            exc_info=error,
         )
+        try:
+            log(exc_info=error if error is not None and _may_be_printed(error) else None)
+        except Exception:  # noqa: BLE001  a traceback's text is made by the error's own classes
+            log()
         if not again:
             return _failed(job, code, message)
         delay = full_jitter(job.attempt, self._retry_base, self._retry_cap)
@@ -146,18 +190,18 @@ class Ends:
         """Give a job back because the relay stops; the attempt too, where its handler has not started."""
         job = slot.job
         started = slot.state is RUNNING
-        return PutBack(job.job_id, job.fence, job.tenant_id, 0.0, not started, "S2R-RELAY-STOPPED", _STOPPED)
+        return Released(job.job_id, job.fence, job.tenant_id, 0.0, not started, "S2R-RELAY-STOPPED", _STOPPED)
 
     def sent_away(self, slot: Slot, delay: float) -> End:
         """Give a job back for a while because its operation has no room; the attempt too."""
         job = slot.job
-        return PutBack(
+        return Released(
             job.job_id, job.fence, job.tenant_id, delay, True, "S2R-RELAY-BUSY", "no room before the deadline"
         )
 
     def expired(self, job: DispatchJob) -> Completion:
         """Return a completion that the database answers with `expired`, because it comes after the deadline."""
-        return _failed(job, "S2R-EXPIRED", "the deadline passed before a result")
+        return _failed(job, "S2R-EXPIRED", "the deadline passed before a result", Expired)
 
     def unknown_operation(self, job: DispatchJob) -> Completion:
         """Return the end of a job that no handler is for."""
@@ -169,12 +213,14 @@ class Ends:
 
     def refused(self, slot: Slot, error: Exception) -> Completion:
         """Return the end of a job whose end the database refused to store."""
-        return _failed(slot.job, "S2R-RESULT-INVALID", f"the result could not be stored: {describe(error)}")
+        return _failed(slot.job, "S2R-RESULT-INVALID", f"the result could not be stored: {describe(error)}", Refused)
 
 
-def _failed(job: DispatchJob | MalformedJob, code: str, message: str) -> Completion:
+def _failed(
+    job: DispatchJob | MalformedJob, code: str, message: str, kind: type[Completion] = Completion
+) -> Completion:
     text = codec.sanitize(message, _MAX_MESSAGE_BYTES)
-    return Completion(job.job_id, job.fence, job.tenant_id, "failed", error_code=code, error_message=text)
+    return kind(job.job_id, job.fence, job.tenant_id, "failed", error_code=code, error_message=text)
 
 
 def _status(status: object) -> int | None:
@@ -186,14 +232,51 @@ def _status(status: object) -> int | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the text that is stored of an error: its class and message, and of a group those of its first members.
+    """Return the text that is stored of an error: its class and message, and of a group those of its first leaves.
 
     Never raises, whatever the error's ``str()`` does.
     """
-    text = codec.sanitize(error, _MAX_MESSAGE_BYTES)
-    name = type(error).__name__
-    text = f"{name}: {text}" if text else name
+    texts = [_describe_one(error)]
     if isinstance(error, BaseExceptionGroup):
-        members = "; ".join(describe(member) for member in error.exceptions[:3])
-        text = f"{text}: {members}"
-    return codec.sanitize(text, _MAX_MESSAGE_BYTES)
+        leaves = islice(leaves_of(error), _DESCRIBED_LEAVES)
+        texts.append("; ".join(_describe_one(leaf) for leaf in leaves))
+    return codec.sanitize(": ".join(texts), _MAX_MESSAGE_BYTES)
+
+
+def _describe_one(error: BaseException) -> str:
+    text = codec.sanitize(error, _MAX_MESSAGE_BYTES)
+    # Not `type(error).__name__`, which a metaclass may answer.
+    name = _name_of(type(error))
+    return f"{name}: {text}" if text else name
+
+
+def leaves_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors in a group, at any depth, that are no groups themselves, in order; or else the error itself.
+
+    Nothing is called that a handler's class may override, and the stack does not grow with the depth. Ends early where
+    a group has very many members.
+    """
+    waiting = [error]
+    for _ in range(_MAX_MEMBERS):
+        if not waiting:
+            return
+        member = waiting.pop()
+        if issubclass(type(member), BaseExceptionGroup):
+            waiting.extend(reversed(_members_of(member)))
+        else:
+            yield member
+
+
+def _may_be_printed(error: BaseException) -> bool:
+    """Whether a log may print the traceback: that of a group in a group in a group… exhausts the stack."""
+    depth = 0
+    level = [error]
+    while level and depth < _MAX_PRINTED_DEPTH:
+        level = [
+            member
+            for group in level[:_MAX_MEMBERS]
+            if issubclass(type(group), BaseExceptionGroup)
+            for member in _members_of(group)
+        ]
+        depth += 1
+    return not level

@@ -36,7 +36,7 @@ import anyio.to_thread
 from dispatch_core.errors import DatabaseError, TenancyError
 from dispatch_core.models import ClaimedJobs, DispatchJob, MalformedJob
 from relay_sdk.deadlines import Deadlines
-from relay_sdk.ends import Ends
+from relay_sdk.ends import Ends, Expired, leaves_of
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.outcomes import Outcome
 from relay_sdk.registry import Gate, Handler, Registry
@@ -220,13 +220,25 @@ class Executor:
         self._end(slot, end)
 
     def _raised(self, slot: Slot, error: BaseException) -> Any:
-        if isinstance(error, (SystemExit, KeyboardInterrupt)) or (
-            isinstance(error, BaseExceptionGroup) and error.subgroup((SystemExit, KeyboardInterrupt)) is not None
-        ):
+        try:
+            return self._judge(slot, error)
+        except BaseException:  # noqa: BLE001  its class is the handler's, and may do anything when it is looked at
+            return self._ends.not_understood(slot)
+
+    def _judge(self, slot: Slot, error: BaseException) -> Any:
+        if issubclass(type(error), BaseExceptionGroup):
+            # A child of a handler's own task group speaks for it as well.
+            leaves = list(leaves_of(error))
+            leaves_the_process = any(issubclass(type(leaf), (SystemExit, KeyboardInterrupt)) for leaf in leaves)
+            answer = leaves[0] if len(leaves) == 1 else error
+        else:
+            leaves_the_process = issubclass(type(error), (SystemExit, KeyboardInterrupt))
+            answer = error
+        if leaves_the_process:
             self._stop_with(error)
             return self._ends.released(slot)
-        if isinstance(error, Outcome):
-            return self._ends.returned(slot, error)
+        if isinstance(answer, Outcome):
+            return self._ends.returned(slot, answer)
         return self._ends.raised(slot, error)
 
     async def _fetch(self, job: DispatchJob) -> bool:
@@ -297,7 +309,7 @@ class Executor:
             self._metrics.jobs_lost += 1
             self.settled(slot)
             return
-        wait = slot.deadline - time.monotonic() if end.error_code == "S2R-EXPIRED" else 0.0
+        wait = slot.deadline - time.monotonic() if type(end) is Expired else 0.0
         if wait > 0:
             # This clock is ahead by as much as the claim's reply took; the end is for the database's clock to see.
             self._loop.call_later(wait, self._ended, slot)

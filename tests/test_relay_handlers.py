@@ -185,6 +185,117 @@ async def test_a_failing_child_of_a_task_group_fails_its_job_only(database: Test
     assert "ValueError: the child" in result.error_message
 
 
+def _nested(error: Exception, depth: int) -> Exception:
+    for _ in range(depth):
+        error = ExceptionGroup("nested", [error])
+    return error
+
+
+class _HostileGroup(ExceptionGroup[Exception]):
+    """Every method and attribute that one may look at a group with fails."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def subgroup(self, *args: Any) -> Any:
+        raise SystemExit("no subgroup")
+
+    split = derive = subgroup
+
+    @property
+    def exceptions(self) -> Any:
+        raise RecursionError("no exceptions")
+
+
+class _HostileMeta(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise RuntimeError("no name")
+
+
+class _NamelessError(Exception, metaclass=_HostileMeta):
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise RuntimeError("no class")
+
+
+class _HollowReject(Reject):
+    def __init__(self) -> None:
+        pass  # an outcome without what an outcome has
+
+
+@pytest.mark.case("C29")
+@pytest.mark.parametrize("kind", ["async def", "def"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _nested(ValueError("deep"), 3000),
+        lambda: _HostileGroup("hostile", [ValueError("in it"), ValueError("too")]),
+        _NamelessError,
+        _HollowReject,
+    ],
+    ids=["deep", "hostile", "nameless", "hollow"],
+)
+async def test_an_error_that_resists_being_looked_at_fails_its_own_job_only(
+    database: TestDatabase, gateway: Any, make: Any, kind: str
+) -> None:
+    """C29: neither its depth nor what its class overrides is the relay's business."""
+    relay = new_relay(database)
+
+    def fails(job: DispatchJob) -> None:
+        raise make()
+
+    async def fails_too(job: DispatchJob) -> None:
+        raise make()
+
+    async def works(job: DispatchJob) -> None: ...
+
+    relay.handler("Do")(fails if kind == "def" else fails_too)
+    relay.handler("Works")(works)
+    jobs = Jobs(gateway)
+    async with running(relay):
+        result = await jobs.end(await jobs.enqueue("Do"))
+        after = await jobs.end(await jobs.enqueue("Works"))
+    assert (result.status, result.error_code) == (FAILED, "S2R-HANDLER-ERROR")
+    assert after.status is SUCCEEDED
+
+
+@pytest.mark.parametrize("depth", [1, 2, 2000])
+async def test_an_outcome_that_a_child_of_a_task_group_raises_counts(
+    database: TestDatabase, gateway: Any, depth: int
+) -> None:
+    async def child() -> None:
+        raise _nested(Reject("NO", "said the child"), depth - 1)
+
+    async def handler(job: DispatchJob) -> Reply:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(child())
+            await asyncio.sleep(30)
+        return Reply()
+
+    result = await _run_one(database, gateway, handler, max_attempts=3)
+    assert (result.status, result.error_code, result.attempt) == (FAILED, "NO", 1)
+
+
+async def test_outcomes_of_two_children_are_no_answer(database: TestDatabase, gateway: Any) -> None:
+    async def handler(job: DispatchJob) -> Reply:
+        raise ExceptionGroup("two", [Reject("NO"), Reply(b"yes")])
+
+    result = await _run_one(database, gateway, handler)
+    assert (result.status, result.error_code) == (FAILED, "S2R-HANDLER-ERROR")
+
+
+@pytest.mark.parametrize("code", ["S2R-EXPIRED", "S2R-RESULT-INVALID", "S2R-RELAY-STOPPED"])
+async def test_a_handler_may_choose_any_error_code(database: TestDatabase, gateway: Any, code: str) -> None:
+    """The relay's own ends are not told by their code, so a handler's is stored at once and as it is."""
+
+    async def handler(job: DispatchJob) -> Reject:
+        return Reject(code, "mine")
+
+    result = await _run_one(database, gateway, handler, ttl=60)
+    assert (result.status, result.error_code, result.error_message) == (FAILED, code, "mine")
+
+
 @pytest.mark.case("C34")
 @pytest.mark.parametrize(
     "reply",
