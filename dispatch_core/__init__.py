@@ -10,6 +10,7 @@ Applications use `gateway_sdk` and `relay_sdk`, which stand on this package and 
 
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import (
+    ClientClosedError,
     ConfigurationError,
     ConnectionLostError,
     DatabaseBusyError,
@@ -24,7 +25,9 @@ from dispatch_core.errors import (
     InvalidNameError,
     InvalidResultError,
     MalformedHeadersError,
+    MigrationDriftError,
     MigrationError,
+    MigrationRightsError,
     RelayDispatchError,
     SchemaMismatchError,
     TenancyDeniedError,
@@ -67,6 +70,7 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "Settled",
     "WriteOutcome",
     #
+    "ClientClosedError",
     "ConfigurationError",
     "ConnectionLostError",
     "DatabaseBusyError",
@@ -81,7 +85,9 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "InvalidNameError",
     "InvalidResultError",
     "MalformedHeadersError",
+    "MigrationDriftError",
     "MigrationError",
+    "MigrationRightsError",
     "RelayDispatchError",
     "SchemaMismatchError",
     "TenancyDeniedError",

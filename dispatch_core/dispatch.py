@@ -20,6 +20,8 @@ from dispatch_core import dispatch_rows as read
 from dispatch_core.database import Connection, mapped_errors
 from dispatch_core.errors import (
     IdempotencyConflictError,
+    InvalidBodyError,
+    InvalidDeadlineError,
     InvalidInputError,
     InvalidResultError,
     MalformedHeadersError,
@@ -44,6 +46,7 @@ from dispatch_core.requests import MAX_BODY_BYTES, MAX_TTL_SECONDS, EnqueueRow, 
 __all__ = ["EnqueueRow", "RelayDispatchRepository", "prepare"]
 
 MAX_ERROR_BYTES: Final = 4000
+_MAX_KEEP_SECONDS: Final = 10_000 * 86400.0
 
 _ENQUEUE: Final = "select n, inserted from relay.enqueue($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
 _ENQUEUE_KEYED: Final = (
@@ -65,7 +68,7 @@ _RELEASE: Final = "select n, outcome, status from relay.release($1, $2, $3, $4, 
 _RECLAIM: Final = "select tenant_id, relay_id, job_id, status from relay.reclaim($1, $2, $3, $4)"
 _POLL: Final = (
     "select n, job_id, status, attempt, response_status, response_headers, response_body, error_code, error_message,"
-    " created_at, claimed_at, completed_at, expires_at, remaining from relay.poll($1, $2)"
+    " created_at, claimed_at, completed_at, expires_at, remaining, fits from relay.poll($1, $2, $3)"
 )
 # The tenant comes back too: without one given it is the caller's, which only the server knows here.
 _MARK_EXPIRED: Final = (
@@ -77,6 +80,9 @@ _SWEEP: Final = "select sweep, tenant_id, relay_id, job_id, status from relay.ru
 _PURGE: Final = "select relay.purge($1, $2, $3)"
 _CHANNEL: Final = "select relay.channel($1, $2, $3)"
 _NOW: Final = "select relay.now()"
+# As a table it is called once, before the column is computed, and raises where no tenant is bound.
+_NOW_BOUND: Final = "select relay.now() from relay.bound_tenant()"
+_BOUND: Final = "select relay.bound_tenant()"
 
 
 class RelayDispatchRepository:
@@ -156,6 +162,7 @@ class RelayDispatchRepository:
         Idempotent: by job id, so that a call whose reply was lost can be made again with the same rows.
         """
         if not rows:
+            await self._require_tenant()
             return []
         with mapped_errors():
             records = await self._conn.fetch(
@@ -219,13 +226,29 @@ class RelayDispatchRepository:
     async def poll_many(self, job_ids: Iterable[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
         """Return where each known job stands; ids unknown to the tenant are missing from the answer.
 
-        A job whose stored response headers are malformed has the error as its answer and hurts no other.
+        A job whose stored response headers are malformed has the error as its answer and hurts no other. Large results
+        take several statements: see `poll_page`.
+        """
+        answers, left = await self.poll_page(job_ids)
+        while left:
+            more, left = await self.poll_page(left)
+            answers.update(more)
+        return answers
+
+    async def poll_page(
+        self, job_ids: Iterable[UUID], *, batch_limit_bytes: int = 4 * 1024 * 1024
+    ) -> tuple[dict[UUID, DispatchResult | MalformedHeadersError], list[UUID]]:
+        """Return, by one statement, where jobs stand, and the ids to ask for again.
+
+        Results come until their bodies and headers fill `batch_limit_bytes`; the first one always comes, and ids that
+        are left over are of jobs that have ended. As `poll_many` otherwise.
         """
         ids = list(dict.fromkeys(job_ids))
         if not ids:
-            return {}
+            await self._require_tenant()
+            return {}, []
         with mapped_errors(job_id=ids[0] if len(ids) == 1 else None):
-            records = await self._conn.fetch(_POLL, self._tenant, ids)
+            records = await self._conn.fetch(_POLL, self._tenant, ids, batch_limit_bytes)
         return read.results(records, ids)
 
     async def mark_expired(self, job_id: UUID) -> int:
@@ -263,7 +286,9 @@ class RelayDispatchRepository:
     async def purge(self, keep_seconds: float, *, limit: int = 1000) -> int:
         """Remove at most `limit` jobs that ended more than `keep_seconds` ago; return how many."""
         with mapped_errors():
-            count = await self._conn.fetchval(_PURGE, self._tenant, timedelta(seconds=keep_seconds), limit)
+            count = await self._conn.fetchval(
+                _PURGE, self._tenant, duration("keep_seconds", keep_seconds, _MAX_KEEP_SECONDS), limit
+            )
         return int(count)
 
     # --- relay verbs ----------------------------------------------------------------------------------------------
@@ -288,6 +313,7 @@ class RelayDispatchRepository:
         `body_limit_bytes` come as `body_pending`: see `fetch_body`. Not idempotent: after a lost reply ask
         `claim_again` with the same `claim_id`.
         """
+        _check_holder(relay_id, claimed_by)
         names = [self._tenant] if tenants is None else list(tenants)
         sent_at = time.monotonic()
         with mapped_errors():
@@ -298,7 +324,7 @@ class RelayDispatchRepository:
                 limit,
                 claimed_by,
                 claim_id or new_id(),
-                timedelta(seconds=lease_seconds),
+                _lease(lease_seconds),
                 after,
                 start,
                 body_limit_bytes,
@@ -316,6 +342,7 @@ class RelayDispatchRepository:
         body_limit_bytes: int = 65536,
     ) -> ClaimedJobs:
         """Return the jobs that `claim_id` has taken and that are still its own. Idempotent: yes; changes nothing."""
+        _check_holder(relay_id, claimed_by)
         names = [self._tenant] if tenants is None else list(tenants)
         sent_at = time.monotonic()
         with mapped_errors():
@@ -347,17 +374,19 @@ class RelayDispatchRepository:
 
         `stale`: the claim is lost, stop the handler. `busy`: somebody has the row locked this moment.
         """
+        _check_holder(relay_id, claimed_by)
         if not claims:
+            await self._require_tenant()
             return []
         with mapped_errors():
             records = await self._conn.fetch(
                 _HEARTBEAT,
                 relay_id,
                 claimed_by,
-                [claim[0] or self._tenant for claim in claims],
+                [self._tenant if claim[0] is None else claim[0] for claim in claims],
                 [claim[1] for claim in claims],
                 [claim[2] for claim in claims],
-                timedelta(seconds=lease_seconds),
+                _lease(lease_seconds),
             )
         outcomes = [WriteOutcome.STALE] * len(claims)
         for record in records:
@@ -380,9 +409,15 @@ class RelayDispatchRepository:
         """End a claimed job: 1 if this call did it, else 0.
 
         0 means: unknown, another tenant's or relay's, not claimed, not this claim, completed before, or past its
-        deadline. Idempotent: by (job id, fence, claimed_by). Raises: InvalidHeadersError, InvalidBodyError,
+        deadline. Idempotent: by (job id, fence, claimed_by). Raises: InvalidHeadersError, InvalidResultError,
         InvalidInputError, before any SQL.
         """
+        body: bytes | None = None
+        if response_body is not None:
+            try:
+                body = codec.encode_body(response_body, max_bytes=MAX_BODY_BYTES)
+            except InvalidBodyError as error:
+                raise InvalidResultError(str(error).replace("max_body_bytes", "max_result_bytes")) from None
         completion = Completion(
             job_id,
             fence,
@@ -390,7 +425,7 @@ class RelayDispatchRepository:
             str(status),
             response_status,
             response_headers,
-            None if response_body is None else codec.encode_body(response_body, max_bytes=MAX_BODY_BYTES),
+            body,
             error_code,
             error_message,
         )
@@ -405,7 +440,9 @@ class RelayDispatchRepository:
         Idempotent: a completion that an earlier call applied reads `repeated`. One past its deadline reads `stale` with
         status `expired`. Raises: InvalidHeadersError, InvalidResultError, before any SQL.
         """
+        _check_holder(relay_id, claimed_by)
         if not completions:
+            await self._require_tenant()
             return []
         tenant = self._tenant
         for item in completions:
@@ -418,7 +455,7 @@ class RelayDispatchRepository:
                 _COMPLETE,
                 relay_id,
                 claimed_by,
-                [item.tenant_id or tenant for item in completions],
+                [tenant if item.tenant_id is None else item.tenant_id for item in completions],
                 [item.job_id for item in completions],
                 [item.fence for item in completions],
                 [item.status for item in completions],
@@ -442,14 +479,16 @@ class RelayDispatchRepository:
         Status `pending`: it will run again. `failed`: no attempt was left, or the delay reaches past the deadline.
         `expired`: the deadline has passed. Idempotent: no; after a lost reply the second call may read `stale`.
         """
+        _check_holder(relay_id, claimed_by)
         if not items:
+            await self._require_tenant()
             return []
         with mapped_errors():
             records = await self._conn.fetch(
                 _RETRY,
                 relay_id,
                 claimed_by,
-                [item.tenant_id or self._tenant for item in items],
+                [self._tenant if item.tenant_id is None else item.tenant_id for item in items],
                 [item.job_id for item in items],
                 [item.fence for item in items],
                 [duration("delay", item.delay, MAX_TTL_SECONDS) for item in items],
@@ -470,14 +509,16 @@ class RelayDispatchRepository:
         Not started: the attempt is given back and the job is pending at once. Started: pending at once while attempts
         remain, else `failed`, `S2R-RELAY-STOPPED`. Idempotent: no, as `retry`.
         """
+        _check_holder(relay_id, claimed_by)
         if not claims:
+            await self._require_tenant()
             return []
         with mapped_errors():
             records = await self._conn.fetch(
                 _RELEASE,
                 relay_id,
                 claimed_by,
-                [claim[0] or self._tenant for claim in claims],
+                [self._tenant if claim[0] is None else claim[0] for claim in claims],
                 [claim[1] for claim in claims],
                 [claim[2] for claim in claims],
                 [claim[3] for claim in claims],
@@ -495,12 +536,14 @@ class RelayDispatchRepository:
         """Take back claims whose lease has run out: pending again while attempts remain, else `failed`,
         `S2R-LEASE-LOST`.
 
-        Does nothing before this connection is `lease_seconds` old: after a restart the holders get one lease to come
+        Takes nothing before this connection is `lease_seconds` old: after a restart the holders get one lease to come
         back. `relay_id` None: of all relays, for a login that is bound to all.
         """
+        if relay_id is not None:
+            codec.check_name("relay_id", relay_id)
         names = [self._tenant] if tenants is None else list(tenants)
         with mapped_errors():
-            records = await self._conn.fetch(_RECLAIM, relay_id, names, limit, timedelta(seconds=lease_seconds))
+            records = await self._conn.fetch(_RECLAIM, relay_id, names, limit, _lease(lease_seconds))
         return [EndedJob(record[0], record[1], record[2], read.STATUSES[record[3]]) for record in records]
 
     # --- both -----------------------------------------------------------------------------------------------------
@@ -523,9 +566,9 @@ class RelayDispatchRepository:
                 _SWEEP,
                 relay_id,
                 limit,
-                timedelta(seconds=lease_seconds),
-                None if keep_seconds is None else timedelta(seconds=keep_seconds),
-                [timedelta(seconds=seconds) for seconds in every_seconds],
+                _lease(lease_seconds),
+                None if keep_seconds is None else duration("keep_seconds", keep_seconds, _MAX_KEEP_SECONDS),
+                [duration("every_seconds", seconds, MAX_TTL_SECONDS) for seconds in every_seconds],
             )
         return [
             EndedJob(record[1], record[2], record[3], read.STATUSES[record[4]])
@@ -535,16 +578,33 @@ class RelayDispatchRepository:
 
     async def channel(self, kind: Literal["wake", "result"], relay_id: str | None = None) -> str:
         """Return the channel to LISTEN on. Raises: TenancyDeniedError for a login that may not."""
+        if relay_id is not None:
+            codec.check_name("relay_id", relay_id)
         with mapped_errors():
             name = await self._conn.fetchval(_CHANNEL, kind, self._tenant, relay_id)
         return str(name)
 
     async def now(self) -> datetime:
         """Return the database's clock at this moment, aware. Raises: TenancyUnboundError, as every method does."""
-        if self._tenant is None:
-            with mapped_errors():
-                await self._conn.fetchval("select relay.bound_tenant()")
         with mapped_errors():
-            value = await self._conn.fetchval(_NOW)
+            value = await self._conn.fetchval(_NOW_BOUND if self._tenant is None else _NOW)
         assert isinstance(value, datetime)
         return value
+
+    async def _require_tenant(self) -> None:
+        """Raise where no tenant is bound, also for a call that has nothing to do."""
+        if self._tenant is None:
+            with mapped_errors():
+                await self._conn.fetchval(_BOUND)
+
+
+def _check_holder(relay_id: object, claimed_by: object) -> None:
+    codec.check_name("relay_id", relay_id)
+    codec.check_name("claimed_by", claimed_by)
+
+
+def _lease(seconds: float) -> timedelta:
+    lease = duration("lease_seconds", seconds, MAX_TTL_SECONDS)
+    if not lease:
+        raise InvalidDeadlineError("lease_seconds must be positive")
+    return lease

@@ -70,7 +70,7 @@ def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJob
             continue
         found.looked_at += 1
         found.counts[tenant] = found.counts.get(tenant, 0) + 1
-        # Ascending within a tenant, so the last one is the highest.
+        # Claimed jobs come ascending, so the last one is the highest of them.
         found.cursors[tenant] = seq
         if outcome == "expired":
             found.expired.append(EndedJob(tenant, relay_id, job_id, DispatchStatus.EXPIRED))
@@ -102,11 +102,20 @@ def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJob
     return found
 
 
-def results(records: Sequence[Any], ids: Sequence[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
-    """Read the rows of `relay.poll`; a job with malformed headers has the error as its answer."""
+def results(
+    records: Sequence[Any], ids: Sequence[UUID]
+) -> tuple[dict[UUID, DispatchResult | MalformedHeadersError], list[UUID]]:
+    """Read the rows of `relay.poll`: the answers, and the ids whose result did not fit any more.
+
+    A job with malformed headers has the error as its answer.
+    """
     answers: dict[UUID, DispatchResult | MalformedHeadersError] = {}
+    left: list[UUID] = []
     for record in records:
         job_id = ids[record[0] - 1]
+        if not record[14]:
+            left.append(job_id)
+            continue
         headers: dict[str, str | list[str]] | None = None
         if record[5] is not None:
             try:
@@ -129,4 +138,4 @@ def results(records: Sequence[Any], ids: Sequence[UUID]) -> dict[UUID, DispatchR
             record[12],
             record[13].total_seconds(),
         )
-    return answers
+    return answers, left

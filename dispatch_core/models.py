@@ -96,7 +96,7 @@ class DispatchJob:
     relay_id: str
     operation: str
     request_headers: dict[str, str | list[str]]
-    # None until fetched, for a body over the claim's limit; a handler always sees bytes.
+    # b"" until fetched, for a body over the claim's limit (`body_pending`); a handler always sees the whole.
     body: bytes
     attempt: int
     max_attempts: int

@@ -86,6 +86,8 @@ def prepare(
     Raises: InvalidNameError, InvalidHeadersError, InvalidBodyError, InvalidDeadlineError, InvalidInputError; all before
     any SQL.
     """
+    if not isinstance(request, DispatchRequest):
+        raise InvalidInputError(f"a request must be a DispatchRequest, not {type(request).__name__}")
     attempts = request.max_attempts
     if attempts.__class__ is not int or not 1 <= attempts < 2**31:
         raise InvalidInputError(f"max_attempts must be a whole number from 1 up, not {attempts!r}")
@@ -101,6 +103,11 @@ def prepare(
         if not ttl:
             raise InvalidDeadlineError("ttl must be positive")
     delay = None if request.delay is None else duration("delay", request.delay, max_ttl_seconds)
+    if delay is not None and ttl is not None and delay >= ttl:
+        raise InvalidDeadlineError(
+            f"a delay of {delay.total_seconds():g} s reaches the deadline, after {ttl.total_seconds():g} s: "
+            "the job could never run"
+        )
     key = request.idempotency_key
     return EnqueueRow(
         new_id(),

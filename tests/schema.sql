@@ -212,7 +212,7 @@ CREATE FUNCTION relay.now() RETURNS timestamp with time zone
     AS $$ … $$;
 ALTER FUNCTION relay.now() OWNER TO relay_api;
 
-CREATE FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) RETURNS TABLE(n bigint, job_id uuid, status text, attempt bigint, response_status bigint, response_headers text, response_body bytea, error_code text, error_message text, created_at timestamp with time zone, claimed_at timestamp with time zone, completed_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
+CREATE FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(n bigint, job_id uuid, status text, attempt bigint, response_status bigint, response_headers text, response_body bytea, error_code text, error_message text, created_at timestamp with time zone, claimed_at timestamp with time zone, completed_at timestamp with time zone, expires_at timestamp with time zone, remaining interval, fits boolean)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -224,7 +224,7 @@ CREATE FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) RETURNS TABLE(n bigi
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) OWNER TO relay_api;
+ALTER FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.promote_due(p_tenant text, p_relay text, p_limit bigint) RETURNS interval
     LANGUAGE plpgsql SECURITY DEFINER
@@ -692,9 +692,9 @@ GRANT ALL ON FUNCTION relay.now() TO relay_gateway;
 GRANT ALL ON FUNCTION relay.now() TO relay_worker;
 GRANT ALL ON FUNCTION relay.now() TO relay_operator;
 
-REVOKE ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[]) TO relay_operator;
+REVOKE ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.promote_due(p_tenant text, p_relay text, p_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.promote_due(p_tenant text, p_relay text, p_limit bigint) TO relay_worker;

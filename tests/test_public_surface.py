@@ -11,6 +11,7 @@ import pytest
 SURFACE = {
     "dispatch_core": [
         "ClaimedJobs",
+        "ClientClosedError",
         "Completion",
         "ConfigurationError",
         "ConnectionLostError",
@@ -33,7 +34,9 @@ SURFACE = {
         "InvalidResultError",
         "MalformedHeadersError",
         "MalformedJob",
+        "MigrationDriftError",
         "MigrationError",
+        "MigrationRightsError",
         "PutBack",
         "RelayDispatchError",
         "RelayDispatchRepository",

@@ -24,6 +24,8 @@ EXCEPTIONS = {
     ("10_tenancy.sql", "login_is"),
     ("10_tenancy.sql", "revoke_binding"),
     ("10_tenancy.sql", "my_bindings"),
+    # Whose turn it is, for all tenants of a login at once: whether the login may serve the relay that the turn names.
+    ("34_dispatch_end.sql", "sweep_turn"),
 }
 # Statements that are put together at run time: binding a tenant on Citus, and taking rights back from every function.
 DYNAMIC = {("10_tenancy.sql", "bind_tenant"), ("10_tenancy.sql", "unbind_tenant"), ("99_grants.sql", "do")}

@@ -39,12 +39,14 @@ begin
     raise exception 'the arrays of enqueue must have one length' using errcode = 'S2020';
   end if;
   select bool_or(coalesce(u.ttl <= interval '0' or u.ttl > interval '10000 days', u.expires_at is null)
-                 or not isfinite(u.expires_at) or u.delay < interval '0' or u.delay > interval '10000 days'),
-         bool_or(u.expires_at <= v_now)
+                 or not isfinite(u.expires_at) or u.delay < interval '0' or u.delay > interval '10000 days'
+                 or u.expires_at is null and u.delay >= u.ttl),
+         bool_or(u.expires_at <= v_now + coalesce(u.delay, interval '0'))
   into v_wrong, v_late
   from unnest(p_ttls, p_delays, p_expires_at) as u (ttl, delay, expires_at);
   if v_wrong then
-    raise exception 'a ttl must be positive, a delay not negative, and a deadline finite' using errcode = 'S2021';
+    raise exception 'a ttl must be positive, a delay not negative and less than it, and a deadline finite'
+      using errcode = 'S2021';
   end if;
 
   -- The two inserts each read the arrays, and not one the other: so both can be sent whole to one shard.
@@ -79,9 +81,10 @@ begin
   end if;
 
   -- Only for jobs that this call has stored: one that is called again after its deadline finds its rows.
-  if v_late and exists (select 1 from unnest(p_job_ids, p_expires_at) as u (job_id, expires_at)
-                        where u.expires_at <= v_now and u.job_id = any (v_stored)) then
-    raise exception 'expires_at has passed already, by the clock of the database' using errcode = 'S2021';
+  if v_late and exists (select 1 from unnest(p_job_ids, p_expires_at, p_delays) as u (job_id, expires_at, delay)
+                        where u.expires_at <= v_now + coalesce(u.delay, interval '0') and u.job_id = any (v_stored)) then
+    raise exception 'expires_at has passed before the job could be claimed, by the clock of the database'
+      using errcode = 'S2021';
   end if;
   if p_notify then
     for v_relay in

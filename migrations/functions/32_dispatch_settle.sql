@@ -275,7 +275,7 @@ begin
   perform relay.unbind_tenant(v_before);
 end $$;
 
--- Guarantees: as reclaim_lost, for each tenant in turn (null = the bound one), at most p_limit in all; but nothing at all before
+-- Guarantees: as reclaim_lost, for each tenant in turn (null = the bound one), at most p_limit in all; but none before
 --   this session is p_lease old. A restart or failover cuts every session, and the holders get one lease to come back.
 -- SECURITY INVOKER, see session_age.
 create or replace function relay.reclaim(p_relay text, p_tenants text[], p_limit bigint, p_lease interval)
@@ -285,14 +285,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_name text;
-  v_left bigint := p_limit;
+  v_left bigint := case when relay.session_age() >= p_lease then p_limit else 0 end;
   v_got  bigint;
 begin
-  if coalesce(relay.session_age() < p_lease, true) then
-    return;
-  end if;
   foreach v_name in array p_tenants loop
-    exit when v_left <= 0;
+    -- With nothing left to take, too: who is not bound to a tenant is told so and not that there is nothing.
     return query select r.tenant_id, r.relay_id, r.job_id, r.status from relay.reclaim_lost(v_name, p_relay, v_left) r;
     get diagnostics v_got = row_count;
     v_left := v_left - v_got;

@@ -6,13 +6,15 @@
 --   A live job past its deadline reads 'expired', and once it has read so it stays so: such a row is first locked, so
 --   that a completion in flight decides before the answer is given. Changes no data.
 --   `remaining` is the time to the deadline; response_* and error_* are null before the end.
+--   `fits` false: the results before this one, in the order of the ids, fill p_batch_limit bytes already, so its body and
+--   headers are left out; ask for it again. The first result always fits.
 -- Errors: S2001, S2002, S2003.
 -- Locks: FOR KEY SHARE, in job id order, on queue rows past their deadline only; waits for a completion in flight.
-create or replace function relay.poll(p_tenant text, p_job_ids uuid[])
+create or replace function relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint default 4194304)
 returns table (
   n bigint, job_id uuid, status text, attempt bigint, response_status bigint, response_headers text, response_body bytea,
   error_code text, error_message text, created_at timestamptz, claimed_at timestamptz, completed_at timestamptz,
-  expires_at timestamptz, remaining interval)
+  expires_at timestamptz, remaining interval, fits boolean)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
@@ -39,25 +41,34 @@ begin
 
   -- One snapshot, taken after the locks: a job is in the queue or among the results, and never in neither.
   return query
-  select u.n, u.job_id,
-         case when d.status is not null then d.status
-              when q.expires_at <= v_now then 'expired'
-              when q.state = 'claimed' then 'claimed'
-              else 'pending' end,
-         coalesce(d.attempt, q.attempt), d.response_status, d.response_headers, d.response_body,
-         case when d.status is null and q.expires_at <= v_now then 'S2R-EXPIRED' else d.error_code end,
-         case when d.status is null and q.expires_at <= v_now then 'the deadline passed before a result' else d.error_message end,
-         coalesce(d.created_at, q.created_at), coalesce(d.claimed_at, q.claimed_at), d.completed_at,
-         coalesce(d.expires_at, q.expires_at), coalesce(d.expires_at, q.expires_at) - v_now
-  from unnest(p_job_ids) with ordinality as u (job_id, n)
-  left join lateral (
-    select s.status, s.attempt, s.response_status, s.response_headers::text as response_headers, s.response_body,
-           s.error_code, s.error_message, s.created_at, s.claimed_at, s.completed_at, s.expires_at
-    from relay.s2r_relay_dispatch_result s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) d on true
-  left join lateral (
-    select s.state, s.attempt, s.created_at, s.claimed_at, s.expires_at
-    from relay.s2r_relay_dispatch_queue s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) q on true
-  where d.status is not null or q.state is not null;
+  select j.n, j.job_id, j.status, j.attempt, j.response_status, case when j.fits then j.headers end,
+         case when j.fits then j.body end, j.code, j.message, j.created_at, j.claimed_at, j.completed_at, j.expires_at,
+         j.expires_at - v_now, j.fits
+  from (
+    select u.n, u.job_id,
+           case when d.status is not null then d.status
+                when q.expires_at <= v_now then 'expired'
+                when q.state = 'claimed' then 'claimed'
+                else 'pending' end as status,
+           coalesce(d.attempt, q.attempt) as attempt, d.response_status, d.headers, d.body,
+           case when d.status is null and q.expires_at <= v_now then 'S2R-EXPIRED' else d.error_code end as code,
+           case when d.status is null and q.expires_at <= v_now then 'the deadline passed before a result'
+                else d.error_message end as message,
+           coalesce(d.created_at, q.created_at) as created_at, coalesce(d.claimed_at, q.claimed_at) as claimed_at,
+           d.completed_at, coalesce(d.expires_at, q.expires_at) as expires_at,
+           coalesce(d.bytes = 0 or sum(d.bytes) over (order by u.n rows between unbounded preceding and 1 preceding)
+                    < p_batch_limit, true) as fits
+    from unnest(p_job_ids) with ordinality as u (job_id, n)
+    left join lateral (
+      -- octet_length of a body reads its header and not the body itself.
+      select s.status, s.attempt, s.response_status, s.response_headers::text as headers, s.response_body as body,
+             coalesce(octet_length(s.response_body), 0) + coalesce(octet_length(s.response_headers::text), 0) as bytes,
+             s.error_code, s.error_message, s.created_at, s.claimed_at, s.completed_at, s.expires_at
+      from relay.s2r_relay_dispatch_result s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) d on true
+    left join lateral (
+      select s.state, s.attempt, s.created_at, s.claimed_at, s.expires_at
+      from relay.s2r_relay_dispatch_queue s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) q on true
+    where d.status is not null or q.state is not null) j;
   perform relay.unbind_tenant(v_before);
 end $$;
 

@@ -130,6 +130,13 @@ declare
   v_now   timestamptz := clock_timestamp();
   v_next  timestamptz := v_now + p_every * (0.9 + 0.2 * random());
 begin
+  -- A row a name: so only names that there are, and of relays that the login may serve.
+  if split_part(p_name, ':', 1) not in ('expire', 'lease', 'promote', 'purge')
+     or not exists (select 1 from relay.role_binding b
+                    where b.role_oid = v_login
+                      and (b.relay_id is null or p_name = split_part(p_name, ':', 1) || ':' || b.relay_id)) then
+    raise exception 'no such sweep, or not for login %', session_user using errcode = 'S2020';
+  end if;
   perform 1 from relay.sweep s where s.name = p_name and s.role_oid = v_login and s.next_due_at <= v_now
     for update skip locked;
   if found then

@@ -29,7 +29,7 @@ grant execute on function
 to relay_gateway;
 
 grant execute on function
-  relay.poll(text, uuid[]), relay.list_jobs(text, text, text, bigint, uuid), relay.backlog(text),
+  relay.poll(text, uuid[], bigint), relay.list_jobs(text, text, text, bigint, uuid), relay.backlog(text),
   relay.mark_expired(text, uuid[]), relay.purge(text, interval, bigint)
 to relay_gateway, relay_operator;
 
