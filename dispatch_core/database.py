@@ -8,6 +8,7 @@ a black-holed socket raises no error by itself, and neither `close` nor the pool
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -217,8 +218,11 @@ def _unusable_dsn(dsn: str, error: Exception) -> ConfigurationError:
     if isinstance(error, asyncpg.exceptions.ClientConfigurationError) and "scheme" in str(error):
         return ConfigurationError("the DSN must begin with postgresql:// or postgres://")
     hosts = _hosts(dsn)
+    whole = ConfigurationError(
+        f"the DSN cannot be used: a host, a port or a parameter in it is not valid, or {_ENCODE}"
+    )
     if hosts is None:
-        return ConfigurationError(f"the DSN cannot be used: {_ENCODE}")
+        return whole if "[" in dsn else ConfigurationError(f"the DSN cannot be used: {_ENCODE}")
     parameters = dict(parse_qsl(urlsplit(dsn).query, keep_blank_values=True))
     if parameters.get("sslmode", "prefer") not in _SSL_MODES:
         return ConfigurationError(f"sslmode in the DSN must be one of {', '.join(_SSL_MODES)}")
@@ -226,20 +230,22 @@ def _unusable_dsn(dsn: str, error: Exception) -> ConfigurationError:
     ports += parameters.get("port", "").split(",")
     if not all(port == "" or (port.isdecimal() and int(port) < 2**16) for port in ports):
         return ConfigurationError("the port in the DSN must be a number below 65536")
-    return ConfigurationError(f"the DSN cannot be used: a host, a port or a parameter in it is not valid, or {_ENCODE}")
+    return whole
 
 
 def _unreached(dsn: str, error: OSError | EOFError) -> DatabaseUnavailableError:
     hosts = _hosts(dsn)
     late = isinstance(error, TimeoutError) and error.errno is None
-    why = "" if late else f": {(isinstance(error, OSError) and error.strerror) or error}"
-    text = f"PostgreSQL could not be reached{{}}{' in time' if late else ''}{why}"
+    number = getattr(error, "errno", None) or 0
+    # The event loop's own text repeats the address; those below zero are of the name lookup.
+    why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
+    how = " in time" if late else f": {why}"
     if hosts is None:
         # What stands for the host may be a piece of the password: it is not named.
-        return DatabaseUnavailableError(text.format("") + f"; the host in the DSN looks wrong: {_ENCODE}")
-    if hosts and ":" not in hosts.rpartition("]")[2]:
-        hosts += " (no port given: PGPORT, else 5432)"
-    return DatabaseUnavailableError(text.format(f" at {hosts}" if hosts else ""))
+        return DatabaseUnavailableError(
+            f"PostgreSQL could not be reached{how}; the host in the DSN looks wrong: {_ENCODE}"
+        )
+    return DatabaseUnavailableError(f"PostgreSQL could not be reached{f' at {hosts}' if hosts else ''}{how}")
 
 
 def _hosts(dsn: str) -> str | None:
@@ -252,7 +258,11 @@ def _hosts(dsn: str) -> str | None:
     # asyncpg ends the password at the first @, and everybody ends the address at the first of / ? #.
     if "@" in credentials or "@" in parts.path + parts.query + parts.fragment:
         return None
-    return hosts or dict(parse_qsl(parts.query)).get("host", "")
+    parameters = dict(parse_qsl(parts.query))
+    hosts = hosts or parameters.get("host", "")
+    if hosts and ":" not in hosts.rpartition("]")[2]:
+        hosts += f":{parameters['port']}" if "port" in parameters else " (default port)"
+    return hosts
 
 
 async def close_connection(conn: Connection, seconds: float = _PUT_AWAY_SECONDS) -> None:

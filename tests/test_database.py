@@ -171,6 +171,31 @@ async def test_a_dsn_that_is_none_is_a_configuration_error_that_shows_nothing_of
         assert caught.value.__suppress_context__
 
 
+@pytest.mark.parametrize(
+    ("dsn", "cause"),
+    [
+        ("postgresql://ann:s3cret@db/app?sslmode=maybe", "sslmode in the DSN must be one of disable, "),
+        ("postgresql://ann:s3cret@db:port/app", "the port in the DSN must be a number below 65536"),
+        ("postgresql://ann:s3cret@127.0.0.1:99999/app", "the port in the DSN must be a number below 65536"),
+        ("postgresql://ann:s3cr/et@db/app", "percent-encoded"),
+    ],
+)
+async def test_an_unusable_dsn_is_told_by_its_cause(dsn: str, cause: str) -> None:
+    for opening in (connect(dsn), Database(dsn).__aenter__()):
+        with pytest.raises(ConfigurationError, match=cause) as caught:
+            await opening
+        assert ("percent" in str(caught.value)) is ("percent" in cause)
+
+
+@pytest.mark.parametrize("dsn", ["postgresql://ann:1@23@db.invalid/app", "postgresql://ann.invalid:12/3@db/app"])
+async def test_a_host_that_may_be_a_piece_of_a_password_is_not_named(dsn: str) -> None:
+    for opening in (connect(dsn), Database(dsn).__aenter__()):
+        with pytest.raises(DatabaseUnavailableError, match="percent-encoded") as caught:
+            await opening
+        assert "could not be reached: " in str(caught.value)
+        assert "invalid" not in str(caught.value)
+
+
 async def test_a_server_that_refuses_is_unavailable(unused_tcp_port: int) -> None:
     dsn = f"postgresql://ann:s3cret@127.0.0.1:{unused_tcp_port}/app"
     for opening in (connect(dsn), Database(dsn).__aenter__()):
@@ -178,6 +203,7 @@ async def test_a_server_that_refuses_is_unavailable(unused_tcp_port: int) -> Non
             await opening
         assert not isinstance(caught.value, ConnectionLostError)
         assert caught.value.retryable
+        assert f"could not be reached at 127.0.0.1:{unused_tcp_port}: " in str(caught.value)
         assert "s3cret" not in str(caught.value)
 
 

@@ -25,11 +25,18 @@ from dispatch_core.cli.common import (
     result_console,
     run_async,
 )
-from dispatch_core.errors import DatabaseUnavailableError
+from dispatch_core.errors import DatabaseError, DatabaseUnavailableError
 
 __all__ = ["doctor"]
 
 _MARKS = {"pass": ("✓", "pass", "green"), "warn": ("!", "warn", "yellow"), "fail": ("✗", "FAIL", "bold red")}
+
+_REFUSED = {
+    "28P01": "give the login's password, percent-encoded, in the DSN; or alter role LOGIN password '…'",
+    "28000": "look at pg_hba.conf, and whether the role exists: create role LOGIN login",
+    "3D000": "name a database that exists in the DSN; its schema is made by relay-dispatch db migrate",
+}
+"""What mends it where the server answers, and lets nobody in: wrong password, not authorized, no such database."""
 
 
 def doctor(
@@ -62,6 +69,10 @@ def doctor(
     except DatabaseUnavailableError as error:
         findings = [Finding("reach", "fail", str(error), "check host, port, the server and what lies between")]
         code = UNREACHABLE
+    except DatabaseError as error:
+        if error.sqlstate not in _REFUSED:
+            raise
+        findings = [Finding("reach", "fail", f"the server refuses this login: {error}", _REFUSED[error.sqlstate])]
     if any(finding.verdict == "fail" for finding in findings):
         code = code or FAILED
     if output is Output.JSON:
