@@ -178,6 +178,8 @@ async def test_grant_and_revoke_do_what_they_say_and_3_means_that_there_was_noth
         ["--as", "gateway", "--tenant", "a", "--all-tenants"],
         ["--as", "worker", "--tenant", "a"],
         ["--as", "worker", "--tenant", "a", "--relay", "r", "--all-relays"],
+        ["--as", "gateway", "--tenant", "a", "--relay", "r"],
+        ["--as", "operator", "--all-tenants", "--all-relays"],
         ["--as", "admin", "--tenant", "a"],
         ["--tenant", "a"],
     ],
@@ -187,6 +189,19 @@ async def test_a_scope_that_is_left_out_or_said_twice_is_a_usage_error(run: Run,
     ended = await run("db", "grant", "somebody", *options, "--dsn", "postgresql://u:hunter2@127.0.0.1:9/x")
     assert ended.code == 2
     assert "hunter2" not in ended.err + ended.out
+
+
+async def test_a_grant_by_a_login_that_may_not_says_whose_dsn_is_needed(
+    database: TestDatabase, login: str, run: Run
+) -> None:
+    ended = await run("db", "grant", login, "--as", "gateway", "--all-tenants", "--dsn", database.gateway_dsn)
+    assert ended.code == 1
+    assert "only a login that migrates may grant: let --dsn be that of one" in ended.err
+
+
+@pytest.mark.parametrize("command", ["migrate", "status", "verify"])
+async def test_rooms_are_in_the_help_as_soon_as_there_are_any(run: Run, command: str) -> None:
+    assert ("--only" in (await run("db", command, "--help")).out) is bool(load().rooms)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------

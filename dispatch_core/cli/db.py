@@ -32,8 +32,14 @@ __all__ = ["db"]
 
 db = typer.Typer(help="The schema in PostgreSQL, and the logins that may use it.", no_args_is_help=True)
 
+# Hidden while the migrations have no room of their own: there is nothing yet that it could name.
 OnlyOption = Annotated[
-    list[str] | None, typer.Option("--only", metavar="ROOM", help="Install only this room; may be repeated.")
+    list[str] | None,
+    typer.Option("--only", metavar="ROOM", help="Install only this room; may be repeated.", hidden=True),
+]
+OnlyLookOption = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="ROOM", help="Look at this room only; may be repeated.", hidden=True),
 ]
 
 
@@ -49,8 +55,8 @@ LoginArgument = Annotated[str, typer.Argument(metavar="LOGIN", help="A login rol
 KindOption = Annotated[Kind, typer.Option("--as", help="What the login may act as.")]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="The tenant it may act for.")]
 AllTenantsOption = Annotated[bool, typer.Option("--all-tenants", help="It may act for every tenant.")]
-RelayOption = Annotated[str | None, typer.Option("--relay", help="The relay it may serve.")]
-AllRelaysOption = Annotated[bool, typer.Option("--all-relays", help="It may serve every relay.")]
+RelayOption = Annotated[str | None, typer.Option("--relay", help="The relay it may serve, if a worker.")]
+AllRelaysOption = Annotated[bool, typer.Option("--all-relays", help="It may serve every relay, if a worker.")]
 
 
 @db.command()
@@ -72,7 +78,9 @@ def migrate(
         if output is Output.JSON:
             emit_json([{"step": s.name, "kind": s.kind, "transactional": s.transactional} for s in steps])
         elif steps:
-            emit_table(["step", "kind", "transaction"], [(s.name, s.kind, s.transactional) for s in steps])
+            emit_table(
+                ["step", "kind", "transaction"], [(s.name, s.kind, "yes" if s.transactional else "no") for s in steps]
+            )
         else:
             note("nothing to apply")
         return
@@ -98,7 +106,7 @@ def _tell(event: StepEvent) -> None:
 
 
 @db.command()
-def status(dsn: DsnOption = None, only: OnlyOption = None, output: OutputOption = Output.TABLE) -> None:
+def status(dsn: DsnOption = None, only: OnlyLookOption = None, output: OutputOption = Output.TABLE) -> None:
     """Tell where the schema stands; exit code 4 where this version cannot use it."""
     found = run_async(read_status, resolve_dsn(dsn), only=only or None)
     if output is Output.JSON:
@@ -117,7 +125,7 @@ def status(dsn: DsnOption = None, only: OnlyOption = None, output: OutputOption 
 
 
 @db.command()
-def verify(dsn: DsnOption = None, only: OnlyOption = None, output: OutputOption = Output.TABLE) -> None:
+def verify(dsn: DsnOption = None, only: OnlyLookOption = None, output: OutputOption = Output.TABLE) -> None:
     """Look for owners, rights, row security and indexes that are not as the migrations made them."""
     problems = run_async(find_problems, resolve_dsn(dsn), only=only or None)
     if output is Output.JSON:
@@ -141,7 +149,10 @@ def grant(
     dsn: DsnOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Let a login act for a tenant, and a worker serve a relay; it may do nothing before."""
+    """Let a login act for a tenant, and a worker serve a relay; it may do nothing before.
+
+    The login is one that PostgreSQL has (create role … login). --dsn is that of a login that migrates, not of this one.
+    """
     scope = _scope(kind, tenant, all_tenants, relay, all_relays)
     run_async(grant_login, resolve_dsn(dsn), login, role=kind.value, tenant=tenant, relay=relay)
     if output is Output.JSON:
@@ -175,11 +186,13 @@ def _scope(kind: Kind, tenant: str | None, all_tenants: bool, relay: str | None,
     """Check that the scope was said in words: no right that reaches everywhere comes from an option left out."""
     if (tenant is None) == (not all_tenants):
         raise typer.BadParameter("give either --tenant or --all-tenants")
+    if kind is not Kind.WORKER and (relay is not None or all_relays):
+        raise typer.BadParameter("--relay and --all-relays are for workers only")
     if relay is not None and all_relays:
         raise typer.BadParameter("give either --relay or --all-relays")
     if kind is Kind.WORKER and relay is None and not all_relays:
         raise typer.BadParameter("give either --relay or --all-relays: a worker serves relays")
     tenants = "every tenant" if tenant is None else f"tenant {tenant}"
-    if kind is not Kind.WORKER and relay is None:
+    if kind is not Kind.WORKER:
         return tenants
     return f"{tenants} and {'every relay' if relay is None else f'relay {relay}'}"

@@ -96,7 +96,8 @@ async def _ready(conn: Connection) -> State:
         raise SchemaMismatchError("schema relay is not in this database; run: relay-dispatch db migrate")
     if not state.roles["relay_api"].may_set:
         raise MigrationRightsError(
-            f"login {state.login} may not act as relay_api; only a login that migrates may grant"
+            f"login {state.login} may not act as relay_api; only a login that migrates may grant:"
+            " let --dsn be that of one"
         )
     return state
 
