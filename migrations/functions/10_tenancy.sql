@@ -39,8 +39,9 @@ begin
       and (p_relay is null or b.relay_id = p_relay or b.relay_id is null)
       and (p_kinds is null or b.kind = any (p_kinds))
   ) then
-    raise exception 'login % has no binding for this tenant%', session_user,
-      case when p_relay is null then '' else ' and relay' end using errcode = 'S2003';
+    raise exception 'login % has no binding% for tenant %', session_user,
+      coalesce(' as ' || array_to_string(p_kinds, ' or '), ''), v_tenant || coalesce(' and relay ' || p_relay, '')
+      using errcode = 'S2003';
   end if;
   if v_before <> v_tenant then
     if current_setting('citus.propagate_set_commands', true) is null then

@@ -57,7 +57,7 @@ begin
     where b.role_oid = to_regrole(quote_ident(session_user))
       and (b.tenant_id = v_tenant or b.tenant_id is null)
   ) then
-    raise exception 'login % has no binding for this tenant', session_user using errcode = 'S2003';
+    raise exception 'login % has no binding for tenant %', session_user, v_tenant using errcode = 'S2003';
   end if;
   return v_tenant;
 end $$;
