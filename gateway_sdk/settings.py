@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from dispatch_core.settings import CoreSettings, Settings
@@ -91,6 +91,15 @@ class GatewaySettings(Settings):
     close_timeout_seconds: float = Field(
         default=5.0, gt=0, le=3600, allow_inf_nan=False, description="for sending what waits, when the client closes"
     )
+
+    @model_validator(mode="after")
+    def _default_is_accepted(self) -> Self:
+        if self.default_ttl_seconds > self.max_ttl_seconds:
+            raise ValueError(
+                f"default_ttl_seconds (GATEWAY_DEFAULT_TTL_SECONDS, {self.default_ttl_seconds:g}) is above"
+                f" max_ttl_seconds (GATEWAY_MAX_TTL_SECONDS, {self.max_ttl_seconds:g})"
+            )
+        return self
 
     def with_dsn(self, dsn: str | None, listen_dsn: str | None) -> Self:
         """Return a copy with these DSNs, where they are given."""

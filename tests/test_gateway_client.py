@@ -78,6 +78,14 @@ def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str, va
         GatewayClient()
 
 
+def test_a_default_ttl_that_would_not_be_accepted_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAY_DISPATCH_DSN", "postgresql://environment/db")
+    monkeypatch.setenv("GATEWAY_MAX_TTL_SECONDS", "60")
+    with pytest.raises(ConfigurationError, match=r"GATEWAY_DEFAULT_TTL_SECONDS, 300.*GATEWAY_MAX_TTL_SECONDS, 60"):
+        GatewayClient()
+    assert GatewaySettings.load(default_ttl_seconds=60).default_ttl_seconds == 60
+
+
 async def test_dsn_and_pool_together_are_refused(database: TestDatabase) -> None:
     async with asyncpg.create_pool(database.gateway_dsn, min_size=0) as pool:
         with pytest.raises(ConfigurationError):
