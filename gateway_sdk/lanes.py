@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 from uuid import UUID
 
 import anyio
@@ -33,7 +33,7 @@ from dispatch_core.models import DispatchResult, EndedJob
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.settings import GatewaySettings
 
-__all__ = ["EnqueueItem", "Lanes", "Polled", "TenantLanes", "bounded"]
+__all__ = ["EnqueueItem", "Lanes", "Polled", "TenantLanes", "Withdrawal", "bounded"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -78,6 +78,13 @@ class EnqueueItem:
         elif not sink.done():
             sink.set_exception(error)
             sink.exception()  # seen, whether or not anybody still awaits it
+
+
+class Withdrawal(NamedTuple):
+    """A job to be withdrawn, and the monotonic time after which nobody waits for that."""
+
+    job_id: UUID
+    give_up_at: float
 
 
 class TenantLanes(Generic[In, Out]):
@@ -145,7 +152,7 @@ class Lanes:
         self._result_bytes = 0.0
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
         self.poll = TenantLanes[UUID, Polled](start_soon, self._make_poll)
-        self.expire = TenantLanes[UUID, int](start_soon, self._make_expire)
+        self.expire = TenantLanes[Withdrawal, int](start_soon, self._make_expire)
 
     @property
     def result_bytes(self) -> int:
@@ -282,18 +289,22 @@ class Lanes:
 
     # --- withdraw ---
 
-    def _make_expire(self, tenant: str) -> Batcher[UUID, int]:
-        async def flush(job_ids: list[UUID]) -> Sequence[int | Exception]:
-            return await self._send_expire(tenant, job_ids)
+    def _make_expire(self, tenant: str) -> Batcher[Withdrawal, int]:
+        async def flush(items: list[Withdrawal]) -> Sequence[int | Exception]:
+            return await self._send_expire(tenant, items)
 
         # Not repeated after a lost connection: the second answer, 0, might be wrong.
         return Batcher(flush, max_items=1000, retries=_BUSY_TRIES, splits=_is_fault_of_one_row)
 
-    async def _send_expire(self, tenant: str, job_ids: list[UUID]) -> Sequence[int | Exception]:
+    async def _send_expire(self, tenant: str, items: list[Withdrawal]) -> Sequence[int | Exception]:
+        job_ids = [item.job_id for item in items]
+
         async def end(conn: Connection) -> list[tuple[EndedJob, bool]]:
             return await RelayDispatchRepository(conn, tenant).mark_expired_many(job_ids)
 
-        ended = await bounded(self._database, self._settings.write_timeout_seconds, end)
+        # No longer than the most patient waits: what gathers behind it must have its turn in time.
+        patience = max(item.give_up_at for item in items) - time.monotonic()
+        ended = await bounded(self._database, patience, end)
         withdrawn = set()
         for job, was_claimed in ended:
             withdrawn.add(job.job_id)

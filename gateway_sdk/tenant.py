@@ -24,13 +24,14 @@ from dispatch_core.database import Connection
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository, prepare
 from dispatch_core.errors import (
     DatabaseError,
+    DatabaseUnavailableError,
     InvalidDeadlineError,
     InvalidInputError,
     MalformedHeadersError,
     TenancyUnboundError,
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
-from gateway_sdk.lanes import EnqueueItem
+from gateway_sdk.lanes import EnqueueItem, Withdrawal
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.waits import Outcome, Wait, for_job
 
@@ -292,9 +293,11 @@ class TenantClient:
         Does not look at the clock. A handler that is at work on it is told at once. Idempotent: yes; the second call
         returns 0, and so may one that follows an error.
         """
-        wanted = _job_id(job_id)
-        with self._runtime.under_way(wanted):
-            return await self._runtime.lanes.expire[self._tenant].submit(wanted)
+        item = Withdrawal(_job_id(job_id), self._give_up_at())
+        with self._runtime.under_way(item.job_id):
+            with anyio.move_on_after(self._runtime.settings.write_timeout_seconds):
+                return await self._runtime.lanes.expire[self._tenant].submit(item)
+            raise DatabaseUnavailableError("not withdrawn in time; whether the job was is unknown")
 
     # --- pieces ---------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from dispatch_core.models import DispatchResult, DispatchStatus
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.due import Due
 from gateway_sdk.health import GatewayCounters
-from gateway_sdk.lanes import Lanes, Polled
+from gateway_sdk.lanes import Lanes, Polled, Withdrawal
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.waits import Job, Outcome, Room, Wait, for_job
 
@@ -268,11 +268,13 @@ class ResultWaiter:
     def _mark(self, job: Job) -> None:
         self._set_timer(job, self._settings.deadline_grace_seconds, self._give_up)
         try:
-            self._lanes.expire[job.room.tenant].put_nowait(job.job_id, 0, partial(self._marked, job))
+            # The waits end with the grace, but the statement may go on.
+            item = Withdrawal(job.job_id, time.monotonic() + self._settings.write_timeout_seconds)
+            self._lanes.expire[job.room.tenant].put_nowait(item, 0, partial(self._marked, job))
         except RelayDispatchError:
             pass  # closing: `close` ends the waits
 
-    def _marked(self, job: Job, _job_id: UUID, answer: int | Exception) -> None:
+    def _marked(self, job: Job, _item: Withdrawal, answer: int | Exception) -> None:
         if not job.waits:
             return
         job.marked = True

@@ -147,6 +147,37 @@ async def test_nobody_waits_longer_than_promised_on_a_black_hole(database: TestD
 
 
 @pytest.mark.invariant("I6")
+async def test_withdrawals_that_come_one_after_the_other_on_a_black_hole_each_end_in_time(
+    database: TestDatabase,
+) -> None:
+    """The first takes the tenant's one worker: those behind it do not wait for it and then for themselves."""
+    async with (
+        TcpProxy.before(database.gateway_dsn) as proxy,
+        open_client(proxy.dsn(database.gateway_dsn), write_timeout_seconds=1.0) as client,
+    ):
+        acme = client.tenant("acme")
+        job_id = await acme.enqueue("erp", "Op")
+        proxy.mode = "black_hole"
+        lasted: list[float] = []
+
+        async def withdraw() -> None:
+            started = time.monotonic()
+            with pytest.raises(DatabaseUnavailableError) as caught:
+                await acme.mark_expired(job_id)
+            assert caught.value.job_id == job_id
+            lasted.append(time.monotonic() - started)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(withdraw)
+                await anyio.sleep(0.3)
+        assert len(lasted) == 4
+        assert max(lasted) < 1.3
+        proxy.mode = "pass"
+        assert await acme.poll_status(job_id) is not None
+
+
+@pytest.mark.invariant("I6")
 async def test_with_the_database_down_a_wait_raises_at_its_timeout_and_at_the_deadline(
     database: TestDatabase, relay: PlayedRelay
 ) -> None:
