@@ -92,6 +92,7 @@ class Claimer:
         self._backoff = Backoff(0.1, 2.0)
         self._not_before = 0.0
         self._denied: set[str] = set()
+        self._told: set[str] = set()
         self._one_by_one = False
         self._wakeup = anyio.Event()
         self._idle = True
@@ -173,6 +174,7 @@ class Claimer:
             self._poll_at = now + self._settings.poll_seconds * random.uniform(1 - _POLL_JITTER, 1 + _POLL_JITTER)
             self._metrics.polls += 1
             self._has_polled = True
+            # They are tried again, but what is in the log of each is not repeated until it was allowed.
             self._denied.clear()
             for tenant in self._cursors:
                 self._rung.setdefault(tenant, "poll")
@@ -231,6 +233,8 @@ class Claimer:
                 self._unanswered.append(_Unanswered(claim_id, tenants, now))
         if claimed is not None:
             self._succeeded()
+            if self._told:
+                self._allowed(tenants)
             self._note(claimed, tenants, positions, limit, now, reason)
             await self._deliver(claimed, now)
 
@@ -299,7 +303,8 @@ class Claimer:
 
     def _succeeded(self) -> None:
         if self.last_error is not None:
-            logger.info("relay %s claims again", self._relay_id)
+            if not isinstance(self.last_error, TenancyError):  # of these each tenant's is told by itself
+                logger.info("relay %s claims again", self._relay_id)
             self.last_error = None
         self._backoff.reset()
 
@@ -322,7 +327,14 @@ class Claimer:
                 self._rung.setdefault(tenant, "poll")
             return
         self._denied.update(tenants)
-        logger.error("relay %s may not claim for tenant %s: %s", self._relay_id, tenants[0], error)
+        if tenants[0] not in self._told:
+            self._told.add(tenants[0])
+            logger.error("relay %s may not claim for tenant %s: %s", self._relay_id, tenants[0], error)
+
+    def _allowed(self, tenants: list[str]) -> None:
+        for tenant in self._told.intersection(tenants):
+            self._told.discard(tenant)
+            logger.info("relay %s may claim for tenant %s again", self._relay_id, tenant)
 
     async def _ask_again(self, now: float) -> None:
         lost = next(entry for entry in self._unanswered if entry.ask_at <= now)

@@ -7,24 +7,34 @@ until it is answered. A completion that was applied although its reply was lost 
     applied, repeated   it is as the handler said              slot freed, gateways rung
     stale               withdrawn, expired, taken by another   slot freed, nothing more is written
     refused             the row cannot be stored               once more as `failed`, S2R-RESULT-INVALID
+    not allowed         no right to it just now, or no schema  the same again, until the database has an answer
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import anyio
 from anyio.abc import TaskStatus
 
+from dispatch_core.backoff import Backoff
 from dispatch_core.batcher import Batcher
 from dispatch_core.database import Database
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.doorbell import Doorbell
-from dispatch_core.errors import DatabaseBusyError, DatabaseUnavailableError, RelayDispatchError
+from dispatch_core.errors import (
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    RelayDispatchError,
+    SchemaMismatchError,
+    TenancyError,
+)
 from dispatch_core.models import Completion, DispatchStatus, PutBack, Settled, WriteOutcome
 from relay_sdk.ends import Ends, Refused, Released
 from relay_sdk.metrics import RelayMetrics
@@ -34,6 +44,9 @@ from relay_sdk.slots import Slot
 __all__ = ["Completer"]
 
 logger = logging.getLogger(__name__)
+
+_ROW_BYTES: Final = 300
+"""What a row of a batch has on the wire, but for headers, body and message."""
 
 _COMPLETERS: Final = 2
 """Batches under way at once: one is applied while the next one is read."""
@@ -66,6 +79,10 @@ class Completer:
         self._metrics = metrics
         self._patience = settings.patience_seconds
         self._closed = False
+        # Ends that were refused for no fault of theirs, in hand until answered; and those that wait for their turn.
+        self._held: set[Slot] = set()
+        self._waiting: list[Slot] = []
+        self._hold_backoff = Backoff(0.1, min(2.0, settings.lease_seconds / 10))
         new = partial(
             Batcher[Slot, Settled],
             max_items=settings.complete_batch,
@@ -75,19 +92,22 @@ class Completer:
             backoff_cap=min(2.0, settings.lease_seconds / 10),
             splits=_may_be_one_rows_fault,
         )
-        self._completions = new(self._complete, concurrency=_COMPLETERS)
-        self._put_backs = new(self._retry)
+        self._completions = new(partial(self._tenants_apart, self._complete), concurrency=_COMPLETERS)
+        self._put_backs = new(partial(self._tenants_apart, self._retry))
 
     def put(self, slot: Slot) -> None:
         """Write `slot.end`; `settled` is called when the database has answered."""
         if self._closed:
             return  # it stays in hand, and is given back with the others
         end = slot.end
+        assert end is not None
+        size = _ROW_BYTES + slot.reply_bytes
+        if end.error_message is not None:
+            size += len(end.error_message)
         if isinstance(end, Completion):
-            body = end.response_body
-            self._completions.put_nowait(slot, 300 if body is None else 300 + len(body), self._completed)
+            self._completions.put_nowait(slot, size, self._completed)
         else:
-            self._put_backs.put_nowait(slot, 300, self._was_put_back)
+            self._put_backs.put_nowait(slot, size, self._was_put_back)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Write until cancelled."""
@@ -99,13 +119,24 @@ class Completer:
         finally:
             self._closed = True
 
-    def close(self) -> None:
-        """Take no more; `run` returns when all is answered. Idempotent: yes."""
-        self._closed = True
-        self._completions.close()
-        self._put_backs.close()
-
     # --- the two statements ---
+
+    async def _tenants_apart(
+        self, write: Callable[[list[Slot]], Awaitable[Sequence[Settled]]], slots: list[Slot]
+    ) -> Sequence[Settled | Exception]:
+        """Write them together; or each tenant's by themselves, where one of the tenants is denied."""
+        try:
+            return await write(slots)
+        except TenancyError as error:
+            by_tenant: dict[str, list[Slot]] = {}
+            for slot in slots:
+                by_tenant.setdefault(slot.job.tenant_id, []).append(slot)
+            if len(by_tenant) == 1:
+                return [error] * len(slots)
+        answers: dict[Slot, Settled | Exception] = {}
+        for part in by_tenant.values():
+            answers.update(zip(part, await self._tenants_apart(write, part), strict=True))
+        return [answers[slot] for slot in slots]
 
     async def _complete(self, slots: list[Slot]) -> Sequence[Settled]:
         rows: list[Any] = [slot.end for slot in slots]
@@ -133,6 +164,8 @@ class Completer:
         if isinstance(answer, Exception):
             self._refused(slot, answer)
             return
+        if self._held:
+            self._release(slot)
         job = slot.job
         metrics = self._metrics
         outcome = answer.outcome
@@ -156,6 +189,8 @@ class Completer:
         if isinstance(answer, Exception):
             self._refused(slot, answer)
             return
+        if self._held:
+            self._release(slot)
         job, end = slot.job, slot.end
         assert isinstance(end, PutBack)
         status = answer.status
@@ -192,6 +227,9 @@ class Completer:
     def _refused(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, DatabaseUnavailableError):
             return  # only once `run` was cancelled: it stays in hand, and is given back with the others
+        if _is_nobodys_fault(error):
+            self._hold(slot, error)
+            return
         end = slot.end
         if isinstance(end, Refused):
             logger.error("job %s cannot be ended, and is left to its lease: %s", slot.job.job_id, error)
@@ -202,7 +240,35 @@ class Completer:
         slot.end = self._ends.refused(slot, error)
         self.put(slot)
 
+    def _hold(self, slot: Slot, error: Exception) -> None:
+        """Write it again after a pause: finished work is not thrown away because rights or a schema change."""
+        if not self._held:
+            logger.error("ends of jobs of relay %s are refused, and are tried again: %s", self._relay_id, error)
+        self._held.add(slot)
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(self._hold_backoff.next(), self._put_waiting)
+        self._waiting.append(slot)
+
+    def _put_waiting(self) -> None:
+        slots, self._waiting = self._waiting, []
+        for slot in slots:
+            self.put(slot)
+
+    def _release(self, slot: Slot) -> None:
+        if slot in self._held:
+            self._held.discard(slot)
+            self._hold_backoff.reset()
+            if not self._held:
+                logger.info("ends of jobs of relay %s are written again", self._relay_id)
+
+
+def _is_nobodys_fault(error: Exception) -> bool:
+    """Tell whether not a row is refused but whoever writes it: no binding, no grant (class 42), another schema."""
+    if isinstance(error, DatabaseError):
+        return (error.sqlstate or "").startswith("42")
+    return isinstance(error, (TenancyError, SchemaMismatchError))
+
 
 def _may_be_one_rows_fault(error: RelayDispatchError) -> bool:
     """Whatever does not pass by waiting may be for one row's sake, also what PostgreSQL can only call XX000."""
-    return not isinstance(error, (DatabaseUnavailableError, DatabaseBusyError))
+    return not isinstance(error, (DatabaseUnavailableError, DatabaseBusyError)) and not _is_nobodys_fault(error)

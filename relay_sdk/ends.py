@@ -105,8 +105,7 @@ class Ends:
     def _reply(self, slot: Slot, job: DispatchJob, reply: Reply) -> End:
         try:
             headers = reply.headers
-            if headers is not None:
-                codec.encode_headers(headers)
+            size = 0 if headers is None else len(codec.encode_headers(headers).encode())
             body = codec.encode_body(reply.body, reply.value, max_bytes=self._max_result_bytes)
             # The words of the codec are a request's; here it is the response's limit.
             status = _status(reply.status)
@@ -114,6 +113,7 @@ class Ends:
             return self.not_a_result(slot, str(error).replace("max_body_bytes", "max_result_bytes"))
         except Exception as error:  # noqa: BLE001  encoding runs the handler's own classes
             return self.not_a_result(slot, codec.sanitize(error, _MAX_MESSAGE_BYTES))
+        slot.reply_bytes = size + len(body)
         return Completion(job.job_id, job.fence, job.tenant_id, "succeeded", status, headers, body)
 
     def not_a_result(self, slot: Slot, why: str) -> End:
@@ -213,6 +213,7 @@ class Ends:
 
     def refused(self, slot: Slot, error: Exception) -> Completion:
         """Return the end of a job whose end the database refused to store."""
+        slot.reply_bytes = 0
         return _failed(slot.job, "S2R-RESULT-INVALID", f"the result could not be stored: {describe(error)}", Refused)
 
 

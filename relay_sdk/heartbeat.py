@@ -91,21 +91,45 @@ class Heartbeat:
                 # Settled already, and only its thread still runs.
                 and (slot.state is not ENDED or slot.end is not None)
             ]
+            failed: Exception | None = None
             for start in range(0, len(due), _BATCH):
                 try:
-                    busy = await self._renew(due[start : start + _BATCH])
-                except (DatabaseError, TenancyError) as error:
-                    if self.last_error is None:
-                        logger.warning("leases of relay %s cannot be renewed, tried again: %s", self._relay_id, error)
-                    self.last_error = error
-                    self._asked |= asked
-                    wait = min(wait, backoff.next())
+                    busy = await self._renew_apart(due[start : start + _BATCH])
+                except TenancyError as error:
+                    failed = error  # one tenant's; the leases of the others are renewed all the same
+                    continue
+                except DatabaseError as error:
+                    failed = error
                     break
-                self.last_error = None
-                backoff.reset()
                 if busy:
                     self._asked |= busy
                     wait = min(wait, _BUSY_SECONDS)
+            if failed is not None:
+                if self.last_error is None:
+                    logger.warning("leases of relay %s cannot be renewed, tried again: %s", self._relay_id, failed)
+                self._asked |= asked
+                wait = min(wait, backoff.next())
+            elif due:
+                backoff.reset()
+            if due:
+                self.last_error = failed
+
+    async def _renew_apart(self, slots: list[Slot]) -> set[UUID]:
+        """Renew them together; or each tenant's by themselves, where one of the tenants is denied."""
+        try:
+            return await self._renew(slots)
+        except TenancyError as error:
+            denied = error
+        by_tenant: dict[str, list[Slot]] = {}
+        for slot in slots:
+            by_tenant.setdefault(slot.job.tenant_id, []).append(slot)
+        if len(by_tenant) > 1:
+            for part in by_tenant.values():
+                try:
+                    self._asked |= await self._renew(part)
+                except TenancyError as error:
+                    denied = error
+        raise denied
 
     async def _renew(self, slots: list[Slot]) -> set[UUID]:
         """Renew these leases; return those whose row was locked."""

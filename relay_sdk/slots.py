@@ -47,6 +47,7 @@ class Slot:
         "job",
         "limit",
         "renewed_at",
+        "reply_bytes",
         "started_at",
         "state",
         "task",
@@ -72,6 +73,8 @@ class Slot:
         self.timer: asyncio.TimerHandle | None = None
         self.end: Completion | PutBack | None = None
         """What is to be written of it, once it has ended."""
+        self.reply_bytes = 0
+        """How large the headers and the body in `end` are."""
 
 
 class Slots:

@@ -10,10 +10,11 @@ import anyio
 import asyncpg
 import pytest
 
-from dispatch_core.errors import SchemaMismatchError, TenancyDeniedError
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.errors import DatabaseError, SchemaMismatchError, TenancyDeniedError
 from dispatch_core.migrate import grant
 from dispatch_core.models import DispatchStatus
-from relay_sdk import DispatchJob, Reply, run_relays
+from relay_sdk import DispatchJob, Reply, Retry, run_relays
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.relays import Jobs, new_relay, running
@@ -213,8 +214,6 @@ async def test_more_tenants_than_slots_are_all_served(database: TestDatabase, ga
 async def test_a_ring_claims_for_its_tenant_alone(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dispatch_core.dispatch import RelayDispatchRepository
-
     asked: list[list[Any]] = []
     claim = RelayDispatchRepository.claim
 
@@ -269,6 +268,73 @@ async def test_a_tenant_taken_from_the_login_does_not_stop_the_others(
             assert (await a.end(lost)).status is SUCCEEDED
     finally:
         await admin.execute("drop owned by relay_worker_of_two; drop role relay_worker_of_two")
+
+
+async def test_finished_work_outlives_a_time_without_rights(
+    database: TestDatabase, gateway: Any, admin: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ends are kept, and written once the login may; the other tenant's leases and ends are not held up."""
+    await admin.execute("create role relay_worker_with_gap login password 'relay'")
+    try:
+        for tenant in ("a", "b"):
+            await grant(database.admin_dsn, "relay_worker_with_gap", role="worker", tenant=tenant, relay="erp")
+        relay = new_relay(
+            database.dsn("relay_worker_with_gap"), tenants=["a", "b"], lease_seconds=1.0, sweep_seconds=600.0
+        )
+        runs: list[str] = []
+        go_on = {"a": asyncio.Event(), "b": asyncio.Event()}
+
+        @relay.fallback
+        async def handler(job: DispatchJob) -> Any:
+            runs.append(job.tenant_id)
+            await go_on[job.tenant_id].wait()
+            return Retry(after=0) if job.body == b"again" and job.attempt == 1 else Reply(b"done")
+
+        a, b = Jobs(gateway, "a"), Jobs(gateway, "b")
+        ids = await a.enqueue_many(5)
+        again = await a.enqueue(body=b"again", max_attempts=2)
+        other = await b.enqueue()
+        async with running(relay):
+            await eventually(lambda: len(runs) == 7)
+            await admin.execute("select relay.revoke_binding('relay_worker_with_gap', 'worker', 'a', 'erp')")
+            go_on["a"].set()
+            await eventually(lambda: "are refused, and are tried again" in caplog.text)
+            renewed = relay.metrics.leases_renewed
+            await eventually(lambda: relay.metrics.leases_renewed >= renewed + 4)
+            go_on["b"].set()
+            assert (await b.end(other)).attempt == 1
+            assert {await a.status(job_id) for job_id in ids} == {DispatchStatus.CLAIMED}
+            await grant(database.admin_dsn, "relay_worker_with_gap", role="worker", tenant="a", relay="erp")
+            results = await a.ends([*ids, again])
+        assert {result.status for result in results} == {SUCCEEDED}
+        assert [result.attempt for result in results] == [1] * 5 + [2]
+        assert len(runs) == 8
+        assert caplog.text.count("are refused, and are tried again") == 1
+        assert caplog.text.count("may not claim for tenant a") <= 1
+    finally:
+        await admin.execute("drop owned by relay_worker_with_gap; drop role relay_worker_with_gap")
+
+
+@pytest.mark.parametrize("error", [SchemaMismatchError(), DatabaseError("permission denied", sqlstate="42501")])
+async def test_ends_are_kept_while_the_schema_is_another_or_a_grant_is_missing(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    complete_many = RelayDispatchRepository.complete_many
+    calls: list[int] = []
+
+    async def refuses(self: Any, relay_id: str, completions: Any, **options: Any) -> Any:
+        calls.append(len(completions))
+        if len(calls) <= 3:
+            raise error
+        return await complete_many(self, relay_id, completions, **options)
+
+    monkeypatch.setattr(RelayDispatchRepository, "complete_many", refuses)
+    relay = new_relay(database)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway)
+    async with running(relay):
+        result = await jobs.end(await jobs.enqueue())
+    assert (result.status, result.attempt, len(calls)) == (SUCCEEDED, 1, 4)
 
 
 async def test_a_database_without_the_schema_is_named_at_the_start(bare_database: TestDatabase) -> None:
