@@ -33,7 +33,7 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
-from dispatch_core.errors import DatabaseError, TenancyError
+from dispatch_core.errors import RelayDispatchError
 from dispatch_core.models import ClaimedJobs, DispatchJob, MalformedJob
 from relay_sdk.deadlines import Deadlines
 from relay_sdk.ends import Ends, Expired, leaves_of
@@ -246,7 +246,7 @@ class Executor:
         while True:
             try:
                 return await self._fetch_body(job)
-            except (DatabaseError, TenancyError) as error:
+            except RelayDispatchError as error:
                 if job.remaining() == 0:
                     return True  # the deadline is looked at next
                 logger.debug("the body of job %s could not be fetched, and is asked for again: %s", job.job_id, error)
@@ -348,8 +348,11 @@ class Executor:
         """Start no more handlers: give back what waits. Idempotent: yes."""
         self._stopping = True
         for gate in self._registry.gates:
-            while gate.waiting:
-                self.cancel(gate.waiting.popleft(), Cause.SHUTDOWN)
+            gate.waiting.clear()
+        # Those of the gates, those that wait for a large body, and those whose turn in `accept` has not come.
+        for slot in list(self._slots):
+            if slot.state is WAITING:
+                self.cancel(slot, Cause.SHUTDOWN)
 
     def cancel_all(self) -> None:
         """Cancel all handlers because the relay stops."""

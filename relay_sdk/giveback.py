@@ -29,7 +29,7 @@ async def give_back(
 ) -> None:
     """Write the ends in `left`, release what has none, and release what claims have taken whose reply was lost.
 
-    Raises: DatabaseError, TenancyError; then some may have been written and others not.
+    Raises: RelayDispatchError; then some may have been written and others not.
     """
     doorbell = connections.doorbell
 
@@ -50,21 +50,25 @@ async def give_back(
         # What another relay may run comes first.
         slots = [slot for slot in left if slot.end is None]
         claims = [(slot.job.tenant_id, slot.job.job_id, slot.job.fence, slot.state is RUNNING) for slot in slots]
-        note(slots, await repository.release(relay_id, claims, claimed_by=instance_id))
+        if claims:
+            note(slots, await repository.release(relay_id, claims, claimed_by=instance_id))
 
         slots = [slot for slot in left if isinstance(slot.end, PutBack)]
         put_backs = [slot.end for slot in slots if isinstance(slot.end, PutBack)]
-        note(slots, await repository.retry(relay_id, put_backs, claimed_by=instance_id))
+        if put_backs:
+            note(slots, await repository.retry(relay_id, put_backs, claimed_by=instance_id))
 
         slots = [slot for slot in left if isinstance(slot.end, Completion)]
         completions = [slot.end for slot in slots if isinstance(slot.end, Completion)]
-        note(slots, await repository.complete_many(relay_id, completions, claimed_by=instance_id))
+        if completions:
+            note(slots, await repository.complete_many(relay_id, completions, claimed_by=instance_id))
 
         for lost in list(claimer.unanswered):
             claimed: ClaimedJobs = await claimer.ask_for(lost, conn)
             jobs: list[DispatchJob | MalformedJob] = [*claimed.jobs, *claimed.malformed]
             unstarted = [(job.tenant_id, job.job_id, job.fence, False) for job in jobs]
-            await repository.release(relay_id, unstarted, claimed_by=instance_id)
+            if unstarted:
+                await repository.release(relay_id, unstarted, claimed_by=instance_id)
             for job in jobs:
                 metrics.jobs_released += 1
                 doorbell.ring_relay(job.tenant_id, relay_id)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.errors import ConnectionLostError, SchemaMismatchError, TenancyDeniedError
 from dispatch_core.models import DispatchStatus
 from relay_sdk import DispatchJob, Reject, Reply, Retry, Snooze
 from tests.support.databases import TestDatabase
@@ -423,6 +425,33 @@ async def test_a_large_body_is_fetched_before_its_handler_starts(database: TestD
         results = await jobs.ends(ids)
     assert [len(result.response_body or b"") for result in results] == [0, 1000, 1001, 3_000_000]
     assert sorted(sizes) == [0, 1000, 1001, 3_000_000]
+
+
+@pytest.mark.parametrize("error", [SchemaMismatchError(), TenancyDeniedError(), ConnectionLostError()])
+async def test_a_large_body_that_cannot_be_fetched_is_asked_for_again_and_is_no_error_of_the_handlers(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    fetch_body = RelayDispatchRepository.fetch_body
+    calls: list[Any] = []
+
+    async def fails_once(self: Any, job: Any, **options: Any) -> bool:
+        calls.append(job.job_id)
+        if len(calls) == 1:
+            raise error
+        return await fetch_body(self, job, **options)
+
+    monkeypatch.setattr(RelayDispatchRepository, "fetch_body", fails_once)
+    relay = new_relay(database, claim_body_limit_bytes=10)
+
+    @relay.handler("Do")
+    async def handler(job: DispatchJob) -> Reply:
+        return Reply(job.body)
+
+    jobs = Jobs(gateway)
+    async with running(relay):
+        result = await jobs.end(await jobs.enqueue(body=b"x" * 11))
+    assert (result.status, result.response_body, result.attempt) == (SUCCEEDED, b"x" * 11, 1)
+    assert (relay.metrics.handler_errors, len(calls)) == (0, 2)
 
 
 # --- def handlers ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import anyio
@@ -288,6 +289,40 @@ async def test_a_claim_under_way_when_the_stop_comes_is_given_back(
         go_on.set()
     assert [((await jobs.get(i)).status, (await jobs.get(i)).attempt) for i in ids] == [(PENDING, 0)] * 3
     assert ran == []
+
+
+async def test_what_waits_for_its_large_body_when_the_stop_comes_is_given_back_at_once(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetching: list[Any] = []
+
+    async def hangs(self: Any, job: Any, **options: Any) -> bool:
+        fetching.append(job.job_id)
+        await asyncio.sleep(60)
+        return False
+
+    monkeypatch.setattr(RelayDispatchRepository, "fetch_body", hangs)
+    relay = new_relay(database, claim_body_limit_bytes=10, **FAR)
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        started.set()
+        await go_on.wait()
+
+    jobs = Jobs(gateway)
+    large = await jobs.enqueue_many(6, body=b"x" * 11)  # more than are fetched at once
+    small = await jobs.enqueue()
+    async with running(relay, grace_seconds=60.0):
+        await started.wait()
+        await eventually(lambda: len(fetching) >= 4)
+        relay.stop()
+        for job_id in large:
+            await eventually(partial(_is, jobs, job_id, PENDING), timeout=3)
+            assert (await jobs.get(job_id)).attempt == 0, "its attempt was not given back"
+        assert await _claimed(jobs, small)
+        go_on.set()
+    assert (await jobs.get(small)).status is SUCCEEDED
 
 
 async def test_a_claim_that_hangs_when_the_grace_is_over_is_asked_for_and_given_back(
