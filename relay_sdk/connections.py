@@ -33,6 +33,8 @@ class Connections:
     def __init__(self, core: CoreSettings, *, pool: Any = None, command_timeout_seconds: float) -> None:
         """Take the caller's `pool` (left open), or else the DSN in `core`."""
         self._core = core
+        # Said for each statement here too: a pool of the caller's may have no limit.
+        self._patience = min(core.command_timeout_seconds, command_timeout_seconds)
         if pool is not None:
             self.database = Database.wrap(pool, connect_timeout=core.connect_timeout_seconds)
         else:
@@ -42,7 +44,7 @@ class Connections:
                 max_size=core.pool_max_size,
                 statement_cache_size=core.statement_cache_size,
                 connect_timeout=core.connect_timeout_seconds,
-                command_timeout=min(core.command_timeout_seconds, command_timeout_seconds),
+                command_timeout=self._patience,
                 application_name=core.application_name,
             )
         self.listener: Listener | None = None
@@ -74,8 +76,9 @@ class Connections:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
             async with self.database.connection() as conn:
-                await check_schema(conn)
-                await warn_if_bypassing(conn, logger)
+                with anyio.fail_after(self._patience):
+                    await check_schema(conn)
+                    await warn_if_bypassing(conn, logger)
             self._stack = stack.pop_all()
         return self
 
@@ -90,7 +93,8 @@ class Connections:
         Raises: TenancyDeniedError for a login that is not bound to them.
         """
         async with self.database.connection() as conn:
-            channel = await RelayDispatchRepository(conn, tenant).channel("wake", relay_id)
+            with anyio.fail_after(self._patience):
+                channel = await RelayDispatchRepository(conn, tenant).channel("wake", relay_id)
         if self.listener is not None:
             await self.listener.subscribe(channel, callback)
 

@@ -11,12 +11,14 @@ import asyncpg
 import pytest
 
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import DatabaseError, SchemaMismatchError, TenancyDeniedError
+from dispatch_core.errors import DatabaseError, DatabaseUnavailableError, SchemaMismatchError, TenancyDeniedError
 from dispatch_core.migrate import grant
 from dispatch_core.models import DispatchStatus
-from relay_sdk import DispatchJob, Reply, Retry, run_relays
+from dispatch_core.settings import CoreSettings
+from relay_sdk import DispatchJob, Relay, Reply, Retry, run_relays
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
+from tests.support.proxy import TcpProxy
 from tests.support.relays import Jobs, new_relay, running
 
 SUCCEEDED, PENDING = DispatchStatus.SUCCEEDED, DispatchStatus.PENDING
@@ -391,8 +393,6 @@ async def test_a_pool_of_the_caller_is_used_and_left_open(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RELAY_DISPATCH_DSN", raising=False)
-    from relay_sdk import Relay
-
     async with asyncpg.create_pool(database.worker_dsn, min_size=1, max_size=4) as pool:
         relay = Relay("erp", tenants=["acme"], pool=pool)
         relay.fallback(_nothing)
@@ -402,6 +402,23 @@ async def test_a_pool_of_the_caller_is_used_and_left_open(
             assert relay.health().listener == "polling_only"
             await jobs.ends(ids)
         assert await pool.fetchval("select 1") == 1
+
+
+async def test_a_start_on_a_callers_pool_does_not_wait_for_ever_for_a_statement(
+    database: TestDatabase,
+) -> None:
+    """A pool of the caller's has no limit of its own, as a rule."""
+    async with (
+        TcpProxy.before(database.worker_dsn) as proxy,
+        asyncpg.create_pool(proxy.dsn(database.worker_dsn), min_size=1, max_size=1) as pool,
+    ):
+        core = CoreSettings.load(dsn=proxy.dsn(database.worker_dsn), command_timeout_seconds=0.3)
+        relay = Relay("erp", tenants=["acme"], pool=pool, core=core)
+        relay.fallback(_nothing)
+        proxy.mode = "black_hole"
+        with anyio.fail_after(15), pytest.raises(DatabaseUnavailableError):
+            await relay.run()
+        pool.terminate()
 
 
 # --- draining --------------------------------------------------------------------------------------------------------
