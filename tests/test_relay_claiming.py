@@ -157,16 +157,29 @@ async def test_an_operation_at_its_limit_does_not_hold_up_the_others(database: T
     assert max(most) == 2
 
 
-async def test_a_job_that_waits_for_its_turn_keeps_its_lease(database: TestDatabase, gateway: Any) -> None:
+async def test_a_job_that_waits_for_its_turn_keeps_its_lease(database: TestDatabase, gateway: Any, admin: Any) -> None:
     relay = new_relay(database, lease_seconds=0.9, sweep_seconds=0.2)
+    go_on = asyncio.Event()
 
     @relay.handler("Slow", concurrency=1)
     async def slow(job: DispatchJob) -> None:
-        await anyio.sleep(2.0)
+        await go_on.wait()
+
+    async def both_outlived_their_first_lease() -> bool:
+        return bool(
+            await admin.fetchval(
+                "select count(*) = 2 from relay.s2r_relay_dispatch_queue"
+                " where state = 'claimed'"
+                " and clock_timestamp() between claimed_at + interval '1.8 s' and lease_expires_at"
+            )
+        )
 
     jobs = Jobs(gateway)
     ids = await jobs.enqueue_many(2, "Slow")
+    await admin.execute("set app.tenant_id = 'acme'")
     async with running(relay):
+        await eventually(both_outlived_their_first_lease)
+        go_on.set()
         results = await jobs.ends(ids)
     assert {(result.status, result.attempt) for result in results} == {(SUCCEEDED, 1)}
     assert relay.metrics.leases_renewed > 0

@@ -105,42 +105,67 @@ async def test_a_lost_lease_cancels_the_handler_and_nothing_more_is_written(
 
 
 @pytest.mark.case("C17")
+@pytest.mark.parametrize("how", ["blocks", "computes"])
 async def test_a_handler_that_starves_the_event_loop_has_its_late_completion_refused(
-    database: TestDatabase, gateway: Any, caplog: pytest.LogCaptureFixture
+    database: TestDatabase, gateway: Any, worker: Any, admin: Any, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """C17, as decided: the second run is allowed, the first one's completion is refused, and its relay is told.
 
-    The late wake-up renews nothing that was lost, and there is no false success.
+    The late wake-up renews no lease, neither the one that was lost nor the one that another has now, and there is no
+    false success.
     """
     relay = new_relay(database, lease_seconds=0.5, sweep_seconds=600.0, poll_seconds=600.0)
     taken_over = threading.Event()
-    outcome: list[Any] = []
+    second: list[DispatchJob] = []
+    leases: list[Any] = []
+
+    async def lease_of_the_job(observer: Any) -> Any:
+        await observer.execute("set app.tenant_id = 'acme'")
+        return await observer.fetchval(
+            "select lease_expires_at from relay.s2r_relay_dispatch_queue where state = 'claimed'"
+        )
 
     def take_over() -> None:
         async def another_relay() -> None:
             connection = await asyncpg.connect(database.worker_dsn)
             repository = RelayDispatchRepository(connection, "acme")
             await eventually(lambda: repository.reclaim("erp", lease_seconds=0.5), interval=0.05)
-            job = (await repository.claim("erp", claimed_by="another")).jobs[0]
-            outcome.append(await repository.complete(job.job_id, "erp", job.fence, "another", response_body=b"second"))
+            second.extend((await repository.claim("erp", claimed_by="another", lease_seconds=60.0)).jobs)
             await connection.close()
+            observer = await asyncpg.connect(database.admin_dsn)
+            leases.append(await lease_of_the_job(observer))
+            await observer.close()
 
-        asyncio.run(another_relay())
-        taken_over.set()
+        try:
+            asyncio.run(another_relay())
+        finally:
+            taken_over.set()
 
     @relay.fallback
     async def handler(job: DispatchJob) -> Reply:
         threading.Thread(target=take_over).start()
-        taken_over.wait(20)  # the whole event loop stands still, more than four leases long as a rule
+        # The whole event loop stands still, more than four leases long as a rule.
+        if how == "blocks":
+            taken_over.wait(20)
+        else:
+            while not taken_over.is_set():
+                sum(range(1000))
         return Reply(b"first")
 
     jobs = Jobs(gateway)
     job_id = await jobs.enqueue(max_attempts=2)
     async with running(relay):
         await eventually(lambda: relay.metrics.jobs_lost == 1)
-        result = await jobs.get(job_id)
-    assert outcome == [1]
+        await eventually(lambda: relay.health().in_hand == 0)
+        assert leases == [await lease_of_the_job(admin)]
+        assert leases[0] is not None
+        assert relay.metrics.leases_renewed == 0
+        assert (await jobs.get(job_id)).status is DispatchStatus.CLAIMED
+        repository = RelayDispatchRepository(worker, "acme")
+        assert await repository.complete(job_id, "erp", second[0].fence, "another", response_body=b"second") == 1
+    result = await jobs.get(job_id)
     assert (result.status, result.response_body, result.attempt) == (SUCCEEDED, b"second", 2)
+    assert relay.metrics.jobs_succeeded == 0
     assert "was refused" in caplog.text
 
 

@@ -79,7 +79,7 @@ async def test_a_second_sigterm_ends_the_grace_and_still_gives_back(database: Te
         once = await jobs.enqueue("Sleep", body=b"30")
         await eventually(lambda: len(relay.started()) == 4)
         relay.signal(signal.SIGTERM)
-        await asyncio.sleep(0.1)
+        await eventually(lambda: "handlers get 60 s" in relay.log)
         relay.signal(signal.SIGTERM)
         assert await relay.exit(3.5) == 0
     assert {(await jobs.get(job_id)).status for job_id in again} == {PENDING}
