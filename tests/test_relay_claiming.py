@@ -264,13 +264,15 @@ async def test_a_login_that_is_not_bound_to_a_tenant_is_told_at_the_start(databa
 
 
 async def test_a_tenant_taken_from_the_login_does_not_stop_the_others(
-    database: TestDatabase, gateway: Any, admin: Any
+    database: TestDatabase, gateway: Any, admin: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is logged when it is taken and when it is given back, not at every poll between."""
+    caplog.set_level("INFO", "relay_sdk")
     await admin.execute("create role relay_worker_of_two login password 'relay'")
     try:
         for tenant in ("a", "b"):
             await grant(database.admin_dsn, "relay_worker_of_two", role="worker", tenant=tenant, relay="erp")
-        relay = new_relay(database.dsn("relay_worker_of_two"), tenants=["a", "b"])
+        relay = new_relay(database.dsn("relay_worker_of_two"), tenants=["a", "b"], poll_seconds=0.1)
         relay.fallback(_nothing)
         a, b = Jobs(gateway, "a"), Jobs(gateway, "b")
         async with running(relay):
@@ -279,8 +281,13 @@ async def test_a_tenant_taken_from_the_login_does_not_stop_the_others(
             lost = await a.enqueue()
             assert (await b.end(await b.enqueue())).status is SUCCEEDED
             assert (await a.get(lost)).status is PENDING
+            polls = relay.metrics.polls
+            await eventually(lambda: relay.metrics.polls >= polls + 5)
             await grant(database.admin_dsn, "relay_worker_of_two", role="worker", tenant="a", relay="erp")
             assert (await a.end(lost)).status is SUCCEEDED
+        assert caplog.text.count("may not claim for tenant a") == 1
+        assert caplog.text.count("may claim for tenant a again") == 1
+        assert "relay erp claims again" not in caplog.text
     finally:
         await admin.execute("drop owned by relay_worker_of_two; drop role relay_worker_of_two")
 
