@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dispatch_core.batcher import Batcher
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import ConnectionLostError, SchemaMismatchError, TenancyDeniedError
 from dispatch_core.models import DispatchStatus
@@ -42,6 +43,29 @@ async def test_a_reply_is_the_jobs_result(database: TestDatabase, gateway: Any) 
     assert (result.status, result.response_status, result.response_body) == (SUCCEEDED, 201, b"got it")
     assert result.response_headers == {"x": ["y", "z"]}
     assert result.error_code is None
+
+
+async def test_a_batch_of_ends_counts_the_bytes_of_headers_and_messages_too(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_nowait = Batcher.put_nowait
+    sizes: list[int] = []
+
+    def spy(self: Any, item: Any, size: int, callback: Any) -> None:
+        sizes.append(size)
+        put_nowait(self, item, size, callback)
+
+    monkeypatch.setattr(Batcher, "put_nowait", spy)
+
+    async def handler(job: DispatchJob) -> Reply:
+        if job.body:
+            raise Reject("NO", "m" * 1500)
+        return Reply(b"b" * 700, headers={"h": "\N{EURO SIGN}" * 3000})
+
+    await _run_one(database, gateway, handler)
+    assert 9700 < sizes.pop() < 10_500
+    await _run_one(database, gateway, handler, body=b"bad")
+    assert 1500 < sizes.pop() < 2000
 
 
 async def test_a_json_reply_is_encoded(database: TestDatabase, gateway: Any) -> None:
