@@ -75,20 +75,27 @@ class DirectStatements:
         return len(chunks)
 
     async def poll_many(
-        self, tenant: str, job_ids: Iterable[UUID], give_up_at: float, chunk_size: int
+        self, tenant: str, job_ids: Iterable[UUID]
     ) -> dict[UUID, DispatchResult | MalformedHeadersError]:
-        """Return where each known job stands, `chunk_size` to a statement."""
-        ids = list(job_ids)
+        """Return where each known job stands. Each page of the answer has `poll_timeout_seconds`, repetitions included:
+        so it is large results that may take long, and never a dead connection."""
+        left = list(job_ids)
         results: dict[UUID, DispatchResult | MalformedHeadersError] = {}
-        for start in range(0, len(ids), chunk_size):
-            chunk = ids[start : start + chunk_size]
+        while left:
+            chunk = left[: self._settings.poll_batch_items]
 
             async def read(
                 conn: Connection, chunk: list[UUID] = chunk
-            ) -> dict[UUID, DispatchResult | MalformedHeadersError]:
-                return await RelayDispatchRepository(conn, tenant).poll_many(chunk)
+            ) -> tuple[dict[UUID, DispatchResult | MalformedHeadersError], list[UUID]]:
+                return await RelayDispatchRepository(conn, tenant).poll_page(chunk)
 
-            results.update(await self._repeat(lambda seconds: bounded(self._database, seconds, read), give_up_at))
+            give_up_at = time.monotonic() + self._settings.poll_timeout_seconds
+            page, again = await self._repeat(
+                lambda seconds, read=read: bounded(self._database, seconds, read),  # type: ignore[misc]
+                give_up_at,
+            )
+            results.update(page)
+            left[: len(chunk)] = again
         return results
 
     def chunks(self, rows: Sequence[EnqueueRow]) -> list[Sequence[EnqueueRow]]:

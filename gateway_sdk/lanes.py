@@ -39,13 +39,12 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 Answer = TypeVar("Answer")
 
-Polled: TypeAlias = tuple[DispatchResult | None, float]
-"""Where a job stands (None: unknown), and a monotonic time that is not after its deadline."""
+Polled: TypeAlias = tuple[DispatchResult | None, float] | None
+"""Where a job stands (None: unknown), and a monotonic time that is not after its deadline; or None alone: it has ended,
+and its result found no room in this answer, so it is to be asked for again."""
 
 _BUSY_TRIES: Final = 5
 _POLL_REPEATS: Final = 2
-_POLL_CHUNK: Final = 1000
-_POLL_BYTES: Final = 4 * 1024 * 1024
 _BACKOFF_BASE: Final = 0.05
 _BACKOFF_CAP: Final = 1.0
 
@@ -148,21 +147,9 @@ class Lanes:
         self._counters = counters
         # Polls never take all connections: what they ask for can wait, and an enqueue cannot.
         self._polls = anyio.Semaphore(max(1, database.max_size // 2))
-        # How many bytes a result has had lately: what bounds a poll's answer to about 4 MiB.
-        self._result_bytes = 0.0
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
         self.poll = TenantLanes[UUID, Polled](start_soon, self._make_poll)
         self.expire = TenantLanes[Withdrawal, int](start_soon, self._make_expire)
-
-    @property
-    def result_bytes(self) -> int:
-        """How many bytes to reckon with for the answer of a job that may have ended."""
-        return int(self._result_bytes)
-
-    @property
-    def poll_chunk(self) -> int:
-        """How many such jobs to ask for at once, if nothing else bounds it."""
-        return max(1, min(_POLL_CHUNK, _POLL_BYTES // max(1, self.result_bytes)))
 
     def drop_idle(self) -> None:
         for lanes in (self.enqueue, self.poll, self.expire):
@@ -238,7 +225,6 @@ class Lanes:
         return Batcher(
             flush,
             max_items=self._settings.poll_batch_items,
-            max_bytes=_POLL_BYTES,
             concurrency=2,
             splits=_is_fault_of_one_row,
         )
@@ -246,17 +232,17 @@ class Lanes:
     async def _send_poll(self, tenant: str, job_ids: list[UUID]) -> Sequence[Polled | Exception]:
         sent_at = 0.0
 
-        async def read(conn: Connection) -> dict[UUID, DispatchResult | MalformedHeadersError]:
+        async def read(conn: Connection) -> tuple[dict[UUID, DispatchResult | MalformedHeadersError], list[UUID]]:
             nonlocal sent_at
             sent_at = time.monotonic()
-            return await RelayDispatchRepository(conn, tenant).poll_many(job_ids)
+            return await RelayDispatchRepository(conn, tenant).poll_page(job_ids)
 
         backoff = Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
         until = time.monotonic() + self._settings.poll_timeout_seconds
         while True:
             try:
                 async with self._polls:
-                    results = await bounded(self._database, until - time.monotonic(), read)
+                    results, left = await bounded(self._database, until - time.monotonic(), read)
                 break
             except (DatabaseUnavailableError, DatabaseBusyError):
                 # After a restart every pooled connection is dead, and the second try finds a new one.
@@ -264,11 +250,15 @@ class Lanes:
                 if backoff.attempt > _POLL_REPEATS or time.monotonic() + pause >= until:
                     raise
             await anyio.sleep(pause)
-        self._counters.polled += len(job_ids)
+        self._counters.polled += len(job_ids) - len(left)
         self._counters.poll_statements += 1
+        # Not asked for here: each page is answered when it is there, and has a statement and a timeout of its own.
+        again = set(left)
         answers: list[Polled | Exception] = []
-        ended, size = 0, 0
         for job_id in job_ids:
+            if job_id in again:
+                answers.append(None)
+                continue
             result = results.get(job_id)
             if isinstance(result, Exception):
                 answers.append(result)
@@ -276,15 +266,8 @@ class Lanes:
             if result is None:
                 answers.append((None, math.inf))
                 continue
-            if result.is_terminal:
-                ended += 1
-                size += len(result.response_body or b"")
             # The clock was read after the call was sent, so this is never after the true deadline.
             answers.append((result, sent_at + result.remaining))
-        if ended:
-            # It rises at once and falls slowly: one answer that is too large costs more than many that are too small.
-            mean = size / ended
-            self._result_bytes = mean if mean > self._result_bytes else 0.9 * self._result_bytes + 0.1 * mean
         return answers
 
     # --- withdraw ---

@@ -31,7 +31,7 @@ from dispatch_core.errors import (
     TenancyUnboundError,
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
-from gateway_sdk.lanes import EnqueueItem, Withdrawal
+from gateway_sdk.lanes import EnqueueItem, Polled, Withdrawal
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.waits import Outcome, Wait, for_job
 
@@ -271,8 +271,10 @@ class TenantClient:
         """
         wanted = _job_id(job_id)
         with self._runtime.under_way(wanted):
-            result, _ = await self._runtime.lanes.poll[self._tenant].submit(wanted, self._runtime.lanes.result_bytes)
-        return result
+            polled: Polled = None
+            while polled is None:
+                polled = await self._runtime.lanes.poll[self._tenant].submit(wanted)
+        return polled[0]
 
     async def poll_many(self, job_ids: Iterable[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
         """Return where each known job stands; unknown ids are missing. Changes nothing.
@@ -281,9 +283,7 @@ class TenantClient:
         """
         ids = list(dict.fromkeys(_job_id(job_id) for job_id in job_ids))
         with self._runtime.under_way():
-            return await self._runtime.direct.poll_many(
-                self._tenant, ids, self._give_up_at(), self._runtime.lanes.poll_chunk
-            )
+            return await self._runtime.direct.poll_many(self._tenant, ids)
 
     # --- withdrawing ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 A job that somebody waits for goes through this:
 
     waiting     a push (its id on the tenant's channel), a tick, or a catch-up -> it is polled
-    polled      ended -> its waits end with the result
+    polled      ended -> its waits end with the result; or that was too large for this answer -> it is polled again
                 live  -> waiting; its deadline is known by now, on our own monotonic clock
     deadline    -> polled once more, and then
                 live       it was not the deadline yet: waiting
@@ -175,15 +175,14 @@ class ResultWaiter:
             # An error of its own for each: one that is raised in many tasks collects all their tracebacks.
             wait.end(outcome if isinstance(outcome, DispatchResult) else outcome())
 
-    def _poll(self, job: Job, size: int | None = None) -> None:
-        """Ask where the job stands; `size`: how many bytes to reckon with in the answer."""
+    def _poll(self, job: Job) -> None:
+        """Ask where the job stands."""
         if job.polling or job.storing:
             job.again = True
             return
         try:
             lane = self._lanes.poll[job.room.tenant]
-            size = self._lanes.result_bytes if size is None else size
-            lane.put_nowait(job.job_id, size, partial(self._polled, job))
+            lane.put_nowait(job.job_id, 0, partial(self._polled, job))
         except RelayDispatchError:
             return  # closing: `close` ends the waits
         job.polling = True
@@ -197,6 +196,12 @@ class ResultWaiter:
             self._poll_failed(job, answer)
             return
         job.error = None
+        if answer is None:
+            # It has ended, so its deadline is no matter any more, and what it waits for are the results before it.
+            job.at_deadline = False
+            self._set_timer(job, None)
+            self._poll(job)
+            return
         result, deadline = answer
         if result is None:
             self._finish(job, partial(UnknownJobError, job_id=job.job_id))
@@ -349,13 +354,14 @@ class ResultWaiter:
                 self._channels.leave(room.tenant)
             return
         self._join(room)
-        # Where results are pushed, all jobs of a tenant are asked for together: one statement an interval.
-        everything = self._channels.is_listening(room.tenant)
+        # Where results are pushed, all jobs of a tenant are asked for together, when one is due: one statement an
+        # interval. None may be, for this may be the tick of a job that was polled meanwhile.
+        soon = now + _YOUNG_SECONDS
+        everything = self._channels.is_listening(room.tenant) and any(job.due <= soon for job in room.jobs.values())
         for job in room.jobs.values():
-            if everything or job.due <= now + _YOUNG_SECONDS:
+            if everything or job.due <= soon:
                 if not job.storing:
-                    # Most of them have not ended, so they are one statement whatever the size of results.
-                    self._poll(job, 0)
+                    self._poll(job)
                 self._plan(job)
             else:
                 self._ticks.plan(room, job.due)

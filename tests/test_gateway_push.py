@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 from uuid import UUID, uuid4
 
 import anyio
@@ -10,9 +12,9 @@ import asyncpg
 import pytest
 from pydantic import SecretStr
 
+from dispatch_core.dispatch import RelayDispatchRepository
 from gateway_sdk import DispatchResult, DispatchStatus, GatewayClient
 from gateway_sdk.tenant import TenantClient
-from gateway_sdk.waits import Job
 from tests.support.activity import backends, terminate
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually, never
@@ -40,11 +42,32 @@ async def round_trip(acme: TenantClient, relay: PlayedRelay) -> tuple[DispatchRe
 
         group.start_soon(wait)
         jobs = await eventually(relay.claim)
-        # The first poll is over, so that only a push or a later poll can bring the result.
-        await anyio.sleep(0.2)
+        # From here on only a push or a later poll can bring the result.
+        await listened_to(acme)
         await relay.complete(jobs)
         done_at = time.monotonic()
     return results[0], time.monotonic() - done_at
+
+
+async def listened_to(acme: TenantClient) -> None:
+    """Wait until what the tenant waits for has been polled, and polled again after LISTEN, where that is to be."""
+    await eventually(lambda: not is_opening(acme))
+    # What was told of LISTEN a moment ago has had its turn of the loop when a round trip is over.
+    await acme._runtime.database.execute("select 1")
+    await eventually(lambda: are_polled(acme))
+
+
+def is_opening(acme: TenantClient) -> bool:
+    runtime, tenant = acme._runtime, acme.tenant_id
+    if runtime.listener is None or runtime.listener.state != "listening":
+        return False
+    channel = runtime.channels._channels.get(tenant)
+    return channel is not None and not channel.is_denied and not runtime.channels.is_listening(tenant)
+
+
+def are_polled(acme: TenantClient) -> bool:
+    room = acme._runtime.waiter._rooms.get(acme.tenant_id)
+    return room is not None and all(job.timer is not None and not job.polling for job in room.jobs.values())
 
 
 async def listeners(observer: Connection) -> list[asyncpg.Record]:
@@ -90,12 +113,14 @@ async def test_polls_beneath_the_push_are_one_statement_an_interval(database: Te
             for job_id in ids:
                 group.start_soon(acme.wait, job_id)
             await eventually(lambda: client.health().waiting == 200)
-            await anyio.sleep(0.1)
-            before = client.health()
-            await anyio.sleep(1.5)
-            after = client.health()
-            assert 4 <= after.poll_statements - before.poll_statements <= 8
-            assert after.polled - before.polled >= 800
+            await listened_to(acme)
+            before, started = client.health(), time.monotonic()
+            await eventually(lambda: client.health().poll_statements >= before.poll_statements + 5)
+            # An interval is up to a fifth shorter, and the first one was under way.
+            assert time.monotonic() - started >= 4 * 0.24 - 0.05
+            assert client.health().polled - before.polled == 200 * (
+                client.health().poll_statements - before.poll_statements
+            )
             while await relay.work(200):
                 pass
 
@@ -152,11 +177,16 @@ async def test_the_listener_comes_back_after_its_backend_was_killed_again_and_ag
 ) -> None:
     async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER, reconnect_cap_seconds=0.2) as client:
         acme = client.tenant("acme")
+        listener = acme._runtime.listener
+        assert listener is not None
+        killed = 0
         for kills in (0, 1, 2):
             for _ in range(kills):
+                await eventually(lambda: listener.connects > killed)  # noqa: B023  (evaluated here)
                 (backend,) = await eventually(lambda: listeners(admin))
                 await terminate(admin, backend["pid"])
-            await eventually(lambda: client.health().state == "listening")
+                killed += 1
+            await eventually(lambda: listener.connects > killed and listener.state == "listening")  # noqa: B023
             pushed = client.health().wakes_by_push
             result, seconds = await round_trip(acme, relay)
             assert result.status is DispatchStatus.SUCCEEDED
@@ -342,31 +372,53 @@ async def test_three_thousand_results_are_pushed_in_payloads_of_bounded_size(
 
 @pytest.mark.case("C08")
 async def test_polls_of_large_results_come_in_answers_of_bounded_size(
-    database: TestDatabase, relay: PlayedRelay
+    database: TestDatabase, relay: PlayedRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
+    """From the first poll on, and on a link on which the whole takes longer than a poll may, and a page does not."""
+    sizes: list[int] = []
+    poll_page = RelayDispatchRepository.poll_page
+
+    async def weighed(self: RelayDispatchRepository, job_ids: list[UUID]) -> Any:
+        answers, left = await poll_page(self, job_ids)
+        sizes.append(
+            sum(len(each.response_body or b"") for each in answers.values() if not isinstance(each, Exception))
+        )
+        return answers, left
+
+    async with open_client(database.gateway_dsn) as client:
+        ids = [await done(client.tenant("acme"), relay) for _ in range(24)]
+    async with (
+        TcpProxy.before(database.gateway_dsn, delay_seconds=0.01) as proxy,
+        open_client(proxy.dsn(database.gateway_dsn), poll_interval_seconds=NEVER, poll_timeout_seconds=3.0) as client,
+    ):
         acme = client.tenant("acme")
-        # The first one shows how large they are.
-        await acme.wait(await done(acme, relay))
-        ids = [await done(acme, relay) for _ in range(24)]
-        before = client.health().poll_statements
-        assert len([result async for result in acme.as_completed(ids)]) == 24
-        # About four of a megabyte to a statement.
-        assert 5 <= client.health().poll_statements - before <= 10
-        assert len(await acme.poll_many(ids)) == 24
+        monkeypatch.setattr(RelayDispatchRepository, "poll_page", weighed)
+        proxy.mode = "delay"
+        with anyio.fail_after(20):
+            assert {result.job_id async for result in acme.as_completed(ids)} == set(ids)
+        proxy.mode = "pass"
+        assert 5 <= client.health().poll_statements == len(sizes) <= 10
+        sizes.clear()
+        many = await acme.poll_many(ids)
+        assert set(many) == set(ids)
+        statuses: list[DispatchResult | None] = await asyncio.gather(*(acme.poll_status(job_id) for job_id in ids))
+        assert [result.job_id for result in statuses if result is not None] == ids
+        # The limit, and what was begun below it.
+        assert max(sizes) <= 4 * 1024 * 1024 + 1_000_000
         # Of jobs that have not ended, one statement takes all.
         live = [await acme.enqueue("erp", "Op") for _ in range(100)]
         async with anyio.create_task_group() as group:
             for job_id in live:
                 group.start_soon(acme.wait, job_id)
             await eventually(lambda: client.health().waiting == 100)
-            await eventually(lambda: not any(job.polling for job in jobs_of(client)))
+            await listened_to(acme)
             before = client.health().poll_statements
-            runtime = client._runtime
-            assert runtime is not None
-            runtime.waiter._tick(runtime.waiter._rooms["acme"])
+            waiter = acme._runtime.waiter
+            room = waiter._rooms["acme"]
+            next(iter(room.jobs.values())).due = 0
+            waiter._tick(room)
             await eventually(lambda: client.health().poll_statements > before)
-            await eventually(lambda: not any(job.polling for job in jobs_of(client)))
+            await eventually(lambda: are_polled(acme))
             assert client.health().poll_statements == before + 1
             group.cancel_scope.cancel()
 
@@ -375,12 +427,6 @@ async def done(acme: TenantClient, relay: PlayedRelay) -> UUID:
     job_id = await acme.enqueue("erp", "Op")
     await relay.complete(await relay.claim(), response_body=bytes(1_000_000), ring=False)
     return job_id
-
-
-def jobs_of(client: GatewayClient) -> list[Job]:
-    runtime = client._runtime
-    assert runtime is not None
-    return [job for room in runtime.waiter._rooms.values() for job in room.jobs.values()]
 
 
 @pytest.mark.case("C09")
@@ -403,7 +449,8 @@ async def test_any_name_that_is_accepted_is_woken_and_answered(
         await eventually(lambda: heard == [""])
         async with anyio.create_task_group() as group:
             group.start_soon(acme.wait, job_id)
-            await eventually(lambda: client.health().polled >= 2)
+            await eventually(lambda: client.health().waiting == 1)
+            await listened_to(acme)
             await relay.complete(await relay.claim())
         assert client.health().wakes_by_push == 1
 
