@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from dispatch_core.database import Connection
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import ConfigurationError
+from dispatch_core.errors import ConfigurationError, TenancyError
 from dispatch_core.models import ClaimedJobs, Completion, DispatchJob, DispatchStatus, MalformedJob, PutBack, Settled
 from relay_sdk.claimer import Claimer
 from relay_sdk.connections import Connections
@@ -45,23 +45,41 @@ async def give_back(
                 doorbell.ring_results(slot.job.tenant_id, slot.job.job_id)
             settled(slot)
 
+    denied: list[TenancyError] = []
+
+    async def write(slots: Sequence[Slot], statement: Callable[[Sequence[Slot]], Awaitable[Sequence[Settled]]]) -> None:
+        """Write them together; or each tenant's by themselves, where one of the tenants is denied."""
+        if not slots:
+            return
+        try:
+            note(slots, await statement(slots))
+        except TenancyError as error:
+            tenants = {slot.job.tenant_id for slot in slots}
+            if len(tenants) == 1:
+                denied.append(error)
+                return
+            for tenant in sorted(tenants):
+                await write([slot for slot in slots if slot.job.tenant_id == tenant], statement)
+
     async with _last_connection(connections) as conn:
         repository = RelayDispatchRepository(conn)
+
+        async def release(slots: Sequence[Slot]) -> Sequence[Settled]:
+            claims = [(slot.job.tenant_id, slot.job.job_id, slot.job.fence, slot.state is RUNNING) for slot in slots]
+            return await repository.release(relay_id, claims, claimed_by=instance_id)
+
+        async def retry(slots: Sequence[Slot]) -> Sequence[Settled]:
+            put_backs = [slot.end for slot in slots if isinstance(slot.end, PutBack)]
+            return await repository.retry(relay_id, put_backs, claimed_by=instance_id)
+
+        async def complete(slots: Sequence[Slot]) -> Sequence[Settled]:
+            completions = [slot.end for slot in slots if isinstance(slot.end, Completion)]
+            return await repository.complete_many(relay_id, completions, claimed_by=instance_id)
+
         # What another relay may run comes first.
-        slots = [slot for slot in left if slot.end is None]
-        claims = [(slot.job.tenant_id, slot.job.job_id, slot.job.fence, slot.state is RUNNING) for slot in slots]
-        if claims:
-            note(slots, await repository.release(relay_id, claims, claimed_by=instance_id))
-
-        slots = [slot for slot in left if isinstance(slot.end, PutBack)]
-        put_backs = [slot.end for slot in slots if isinstance(slot.end, PutBack)]
-        if put_backs:
-            note(slots, await repository.retry(relay_id, put_backs, claimed_by=instance_id))
-
-        slots = [slot for slot in left if isinstance(slot.end, Completion)]
-        completions = [slot.end for slot in slots if isinstance(slot.end, Completion)]
-        if completions:
-            note(slots, await repository.complete_many(relay_id, completions, claimed_by=instance_id))
+        await write([slot for slot in left if slot.end is None], release)
+        await write([slot for slot in left if isinstance(slot.end, PutBack)], retry)
+        await write([slot for slot in left if isinstance(slot.end, Completion)], complete)
 
         for lost in list(claimer.unanswered):
             claimed: ClaimedJobs = await claimer.ask_for(lost, conn)
@@ -72,6 +90,8 @@ async def give_back(
             for job in jobs:
                 metrics.jobs_released += 1
                 doorbell.ring_relay(job.tenant_id, relay_id)
+    if denied:
+        raise denied[0]
 
 
 @asynccontextmanager

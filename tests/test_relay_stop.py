@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.errors import TenancyDeniedError
 from dispatch_core.models import DispatchStatus
 from relay_sdk import DispatchJob, Reply
 from tests.support.databases import TestDatabase
@@ -378,6 +379,39 @@ async def test_a_handler_that_refuses_to_end_does_not_keep_others_from_being_wok
             goes_on.set()
     assert (result.status, result.attempt) == (SUCCEEDED, 2)
     assert second.metrics.wakeups_by_notify == 1
+
+
+async def test_a_tenant_that_is_denied_does_not_keep_the_jobs_of_another_from_being_given_back(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = RelayDispatchRepository.release
+
+    async def denies_one(self: Any, relay_id: str, claims: Any, **options: Any) -> Any:
+        if any(tenant == "acme" for tenant, *_ in claims):
+            raise TenancyDeniedError
+        return await release(self, relay_id, claims, **options)
+
+    monkeypatch.setattr(RelayDispatchRepository, "release", denies_one)
+    relay = new_relay(database, tenants=["acme", "zeta"], **FAR)
+    started: list[Any] = []
+    goes_on = asyncio.Event()
+
+    @relay.fallback
+    async def stubborn(job: DispatchJob) -> None:
+        started.append(job.job_id)
+        while not goes_on.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await goes_on.wait()
+
+    everybody = [Jobs(gateway), Jobs(gateway, "zeta")]
+    denied, given_back = [await jobs.enqueue(max_attempts=2) for jobs in everybody]
+    async with running(relay, grace_seconds=0.0):
+        await eventually(lambda: len(started) == 2)
+    goes_on.set()
+    assert await everybody[0].status(denied) is DispatchStatus.CLAIMED
+    assert await everybody[1].status(given_back) is PENDING
+    assert "could not give back what it had" in caplog.text
+    assert "leaves 1 jobs to their leases" in caplog.text
 
 
 async def test_a_piece_that_dies_takes_the_relay_down_with_its_cause(
