@@ -1,6 +1,6 @@
 """Enqueue a job, do something else, wait for its result; then the two in one call.
 
-    make db                                            # leaves a server running and prints its DSNs
+    make db                                            # leaves a server running, and prints these two:
     export RELAY_DISPATCH_DSN=postgresql://…           # the gateway's
     export RELAY_WORKER_DSN=postgresql://…             # the worker's
     .venv/bin/python examples/01_enqueue_and_wait.py
@@ -9,11 +9,15 @@ The relay runs in the same process here, so that one command shows both sides; 0
 """
 
 import os
+import sys
 
 import anyio
 
 from gateway_sdk import GatewayClient
 from relay_sdk import DispatchJob, Reject, Relay, Reply
+
+if missing := {"RELAY_DISPATCH_DSN", "RELAY_WORKER_DSN"} - os.environ.keys():
+    sys.exit(f"set {' and '.join(sorted(missing))}: `make db` prints what")
 
 relay = Relay("erp-emea", tenants=["acme"], dsn=os.environ["RELAY_WORKER_DSN"])
 

@@ -1,6 +1,6 @@
 """Run a relay: a process of its own, until Ctrl-C or SIGTERM.
 
-    make db                                            # leaves a server running and prints its DSNs
+    make db                                            # leaves a server running, and prints these two:
     export RELAY_DISPATCH_DSN=postgresql://…           # the gateway's
     export RELAY_WORKER_DSN=postgresql://…             # the worker's
     .venv/bin/python examples/02_relay.py
@@ -13,8 +13,12 @@ and in another terminal, as the gateway:
 
 import hashlib
 import os
+import sys
 
 from relay_sdk import DispatchJob, Reject, Relay, Reply, Retry
+
+if "RELAY_WORKER_DSN" not in os.environ:
+    sys.exit("set RELAY_WORKER_DSN: `make db` prints what")
 
 relay = Relay("erp-emea", tenants=["acme"], dsn=os.environ["RELAY_WORKER_DSN"])
 

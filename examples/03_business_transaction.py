@@ -1,6 +1,6 @@
 """Enqueue inside a transaction of your own: the order and its job are stored together, or neither is.
 
-    make db                                            # leaves a server running and prints its DSNs
+    make db                                            # leaves a server running, and prints this:
     export RELAY_DISPATCH_DSN=postgresql://…           # the gateway's
     .venv/bin/python examples/03_business_transaction.py
 
@@ -8,6 +8,7 @@ The connection is yours: any asyncpg connection to the same database, of a login
 """
 
 import os
+import sys
 from uuid import UUID
 
 import anyio
@@ -15,7 +16,7 @@ import asyncpg
 
 from gateway_sdk import GatewayClient, TenantClient
 
-DSN = os.environ["RELAY_DISPATCH_DSN"]
+DSN = os.environ.get("RELAY_DISPATCH_DSN") or sys.exit("set RELAY_DISPATCH_DSN: `make db` prints what")
 
 
 class CardRefusedError(Exception):

@@ -1,25 +1,26 @@
 """Several tenants and several relays: who gets what, fair turns, and what one tenant can learn of another (nothing).
 
-    make db                                            # leaves a server running and prints its DSNs
+    make db                                            # leaves a server running, and prints these two:
     export RELAY_DISPATCH_DSN=postgresql://…           # the gateway's
     export RELAY_WORKER_DSN=postgresql://…             # the worker's
     .venv/bin/python examples/04_tenants_and_relays.py
 
-In production each relay has a login of its own, bound to what it serves and to nothing else:
-
+In production each relay has a login of its own, bound to what it serves and to nothing else, as by
     relay-dispatch db grant erp_worker --as worker --tenant acme --relay erp
 """
 
 import os
+import sys
 
 import anyio
 
 from gateway_sdk import DispatchRequest, GatewayClient
-from relay_sdk import DispatchJob, Relay, RelaySettings, Reply, run_relays
+from relay_sdk import DispatchJob, Relay, Reply, run_relays
 
+if missing := {"RELAY_DISPATCH_DSN", "RELAY_WORKER_DSN"} - os.environ.keys():
+    sys.exit(f"set {' and '.join(sorted(missing))}: `make db` prints what")
 TENANTS = ["acme", "globex"]
-# Few jobs in hand at once, so that the turns can be seen.
-erp = Relay("erp", tenants=TENANTS, dsn=os.environ["RELAY_WORKER_DSN"], settings=RelaySettings(concurrency=4))
+erp = Relay("erp", tenants=TENANTS, dsn=os.environ["RELAY_WORKER_DSN"], concurrency=4)  # few, to see the turns
 archive = Relay("archive", tenants=["globex"], dsn=os.environ["RELAY_WORKER_DSN"])
 turns: list[str] = []
 
@@ -51,8 +52,7 @@ async def main() -> None:
         archive.stop()
     late = len(turns) - turns[::-1].index("globex")
     print(f"globex had its last turn as number {late} of {len(turns)}; {kept.response_body!r}")
-    good = sum(status == "succeeded" for status in ended)
-    print(f"done: {good} of {len(ended)} succeeded; acme's job, asked for by globex: {foreign}")
+    print(f"done: {ended.count('succeeded')} of {len(ended)} succeeded; acme's job, asked for by globex: {foreign}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Stop a relay by SIGTERM, and see what becomes of its work: finished, given back, or failed, but never left lying.
 
-    make db                                            # leaves a server running and prints its DSNs
+    make db                                            # leaves a server running, and prints these two:
     export RELAY_DISPATCH_DSN=postgresql://…           # the gateway's
     export RELAY_WORKER_DSN=postgresql://…             # the worker's
     .venv/bin/python examples/05_graceful_stop.py
@@ -17,9 +17,9 @@ import anyio
 from gateway_sdk import GatewayClient
 from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
 
-relay = Relay(
-    "reports", tenants=["acme"], dsn=os.environ["RELAY_WORKER_DSN"], settings=RelaySettings(grace_seconds=1.0)
-)
+if missing := {"RELAY_DISPATCH_DSN", "RELAY_WORKER_DSN"} - os.environ.keys():
+    sys.exit(f"set {' and '.join(sorted(missing))}: `make db` prints what")
+relay = Relay("reports", tenants=["acme"], dsn=os.environ["RELAY_WORKER_DSN"], settings=RelaySettings(grace_seconds=1))
 # seconds that a report takes the first time, and how many attempts it has; three of them may run at once
 REPORTS = {"short": (0.5, 1), "long": (60, 1), "long, may be repeated": (60, 2), "not started": (0, 1)}
 

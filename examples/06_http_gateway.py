@@ -1,6 +1,6 @@
 """An HTTP gateway: POST answers 202 with the job's id at once; GET, in any process, tells where the job stands.
 
-Each of the first three in a terminal of its own (02 says what to do before):
+After `make setup` (for uvicorn and starlette), and with what 02 exports, each of the first three in a terminal:
     .venv/bin/python examples/02_relay.py
     .venv/bin/python examples/06_http_gateway.py 8001
     .venv/bin/python examples/06_http_gateway.py 8002
@@ -22,7 +22,7 @@ from starlette.routing import Route
 from dispatch_core import RelayDispatchError
 from gateway_sdk import GatewayClient
 
-gateway = GatewayClient(os.environ["RELAY_DISPATCH_DSN"])
+gateway = GatewayClient(os.environ.get("RELAY_DISPATCH_DSN") or sys.exit("set RELAY_DISPATCH_DSN, as in 02"))
 
 
 async def enqueue(request: Request) -> Response:

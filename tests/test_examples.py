@@ -102,6 +102,16 @@ def test_an_example_is_short_and_says_how_to_run_it(path: Path) -> None:
     assert "RELAY_DISPATCH_DSN" in header or "02_relay.py" in header
 
 
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
+def test_an_example_without_its_dsns_says_which_and_where_they_come_from(path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    told = done.stderr.decode()
+    assert re.fullmatch(r"set RELAY_(DISPATCH|WORKER)_DSN[^\n]*[:,] (`make db` prints what|as in 02)\n", told)
+
+
 def test_the_examples_are_numbered_from_one() -> None:
     assert [path.name[:2] for path in NUMBERED] == [f"{n:02}" for n in range(1, len(NUMBERED) + 1)]
 

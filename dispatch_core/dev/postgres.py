@@ -21,6 +21,7 @@ import atexit
 import importlib.metadata
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -300,6 +301,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"  gateway   {server.gateway_dsn(DATABASE)}")
     print(f"  worker    {server.worker_dsn(DATABASE)}")
     print(f"  operator  {server.operator_dsn(DATABASE)}")
+    print("For the examples, as a gateway and as a relay:")
+    print(f"export RELAY_DISPATCH_DSN={shlex.quote(server.gateway_dsn(DATABASE))}")
+    print(f"export RELAY_WORKER_DSN={shlex.quote(server.worker_dsn(DATABASE))}")
     return 0
 
 
