@@ -218,7 +218,7 @@ class TenantClient:
         """Return the job's result as soon as it exists: within `timeout` seconds, or by the job's deadline.
 
         A job that reaches its deadline meanwhile is marked expired, and that result returned. A job whose enqueue is
-        not committed yet is unknown.
+        not committed yet is unknown. With a timeout of 0 the database is asked once.
 
         Raises: WaitTimeoutError (the job goes on), UnknownJobError, MalformedHeadersError, DatabaseUnavailableError
         (retryable) where the database could not be asked how the job ended; all with the job's id.

@@ -88,6 +88,8 @@ class ResultWaiter:
     ) -> Wait:
         """Call `deliver(outcome)` once, when the job has ended, `timeout` seconds have passed, or the deadline.
 
+        With a `timeout` of 0 it waits for the answer to one poll, but no longer than `_SILENCE_SECONDS`.
+
         `storing`: the caller is about to enqueue the job, and says so by `Wait.stored`; `deadline` is then a monotonic
         time that is not after the job's deadline.
 
@@ -107,15 +109,16 @@ class ResultWaiter:
             room.empty_since = None
         wait = Wait(self, job, deliver)
         job.waits.append(wait)
+        wait.is_look = timeout == 0 and not storing
         if timeout is not None:
-            wait.timer = self._loop.call_later(timeout, self._timed_out, wait)
+            wait.timer = self._loop.call_later(_SILENCE_SECONDS if wait.is_look else timeout, self._timed_out, wait)
         if is_new:
             if deadline is not None:
                 self._arm(job, deadline)
             if not storing:
                 self._poll(job)
             self._plan(job)
-        elif not job.polling and not self._channels.is_listening(tenant):
+        elif wait.is_look or (not job.polling and not self._channels.is_listening(tenant)):
             self._poll(job)  # else it will be told, by the poll under way or by a push
         return wait
 
@@ -212,6 +215,9 @@ class ResultWaiter:
             if job.again:
                 job.again = False
                 self._poll(job)
+            else:
+                for wait in [wait for wait in job.waits if wait.is_look]:
+                    self._timed_out(wait)
         elif result.status is DispatchStatus.EXPIRED and result.completed_at is None and not job.marked:
             job.expired = result
             self._mark(job)
@@ -236,12 +242,14 @@ class ResultWaiter:
 
     def _timed_out(self, wait: Wait) -> None:
         job = wait.job
-        wait.timer = None
+        if wait.timer is not None:
+            wait.timer.cancel()
+            wait.timer = None
         if job.expired is not None:
             outcome: Outcome = job.expired
         elif job.error is not None:
             outcome = for_job(job.error, job.job_id)
-        elif job.storing or job.is_silent(_SILENCE_SECONDS):
+        elif job.storing or job.is_silent(0.0 if wait.is_look else _SILENCE_SECONDS):
             outcome = _no_answer(job)
         else:
             outcome = WaitTimeoutError(job_id=job.job_id)

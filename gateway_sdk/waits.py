@@ -29,13 +29,15 @@ class _Keeper(Protocol):
 class Wait:
     """One caller's wait for one job. Close it, whatever has come of it."""
 
-    __slots__ = ("_deliver", "_keeper", "job", "timer")
+    __slots__ = ("_deliver", "_keeper", "is_look", "job", "timer")
 
     def __init__(self, keeper: _Keeper, job: Job, deliver: Callable[[Outcome], None]) -> None:
         self._keeper = keeper
         self._deliver: Callable[[Outcome], None] | None = deliver
         self.job = job
         self.timer: asyncio.TimerHandle | None = None
+        self.is_look = False
+        """It ends with the next answer, whatever that is."""
 
     def stored(self) -> None:
         """Say that the job which was to be enqueued is committed."""

@@ -21,10 +21,12 @@ from dispatch_core.errors import (
 from dispatch_core.models import Completion, DispatchJob
 from gateway_sdk import DispatchResult, DispatchStatus
 from gateway_sdk.channels import ResultChannels
+from gateway_sdk.tenant import TenantClient
 from tests.support.activity import pid_of
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.gateway import Connection, PlayedRelay, open_client
+from tests.support.proxy import TcpProxy
 
 # Long enough that a test which depended on it would fail.
 NEVER = 600.0
@@ -285,6 +287,42 @@ async def test_a_timeout_ends_the_wait_and_not_the_job(database: TestDatabase, r
             await acme.wait(unfinished, timeout=0)
         with pytest.raises(WaitTimeoutError):
             await acme.wait(unfinished, timeout=timedelta(milliseconds=50))
+
+
+async def test_a_timeout_of_zero_is_one_look(database: TestDatabase, relay: PlayedRelay) -> None:
+    """Whoever else waits for the job, and whether or not its results are pushed; and on a dead line it is an error."""
+    async with (
+        TcpProxy.before(database.gateway_dsn) as proxy,
+        open_client(proxy.dsn(database.gateway_dsn), poll_interval_seconds=NEVER) as client,
+    ):
+        acme = client.tenant("acme")
+        ended = await acme.enqueue("erp", "Op")
+        await relay.work()
+        late = await acme.enqueue("erp", "Op", ttl=0.01)
+        await eventually(lambda: is_late(acme, late))
+        live = await acme.enqueue("erp", "Op")
+        async with anyio.create_task_group() as group:
+            group.start_soon(acme.wait, live)
+            await eventually(lambda: acme._runtime.channels.is_listening("acme"))
+            assert (await acme.wait(ended, timeout=0)).status is DispatchStatus.SUCCEEDED
+            assert [result.job_id async for result in acme.as_completed([ended], timeout=0)] == [ended]
+            assert (await acme.wait(late, timeout=0)).completed_at is not None
+            with pytest.raises(UnknownJobError):
+                await acme.wait(uuid4(), timeout=0)
+            with pytest.raises(WaitTimeoutError):
+                await acme.wait(live, timeout=0)
+            # It has ended, and nobody has rung for that.
+            await relay.complete(await relay.claim(), ring=False)
+            assert (await acme.wait(live, timeout=0)).status is DispatchStatus.SUCCEEDED
+        proxy.mode = "black_hole"
+        with pytest.raises(DatabaseUnavailableError), anyio.fail_after(2):
+            await acme.wait(ended, timeout=0)
+        proxy.mode = "pass"
+
+
+async def is_late(acme: TenantClient, job_id: UUID) -> bool:
+    result = await acme.poll_status(job_id)
+    return result is not None and result.status is DispatchStatus.EXPIRED
 
 
 @pytest.mark.invariant("I6")
