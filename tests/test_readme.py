@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from dispatch_core import errors
 from tests.support.cli import environment
 from tests.support.databases import TestDatabase
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 MARKER = "<!-- example: tests/test_readme.py runs this block -->"
 
-INVARIANTS = [f"I{n}" for n in range(1, 10)]
+INVARIANTS = [f"I{n}" for n in range(1, 11)]
 TEST_ID = re.compile(r"tests/\w+\.py::\w+")
 
 
@@ -57,10 +58,11 @@ def marks_of(path: Path) -> dict[str, str]:
 
 async def test_the_example_of_the_readme_runs_as_it_stands(database: TestDatabase, tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
-    script.write_text(f"GATEWAY_DSN = {database.gateway_dsn!r}\nWORKER_DSN = {database.worker_dsn!r}\n\n{example()}")
+    script.write_text(example())
+    variables = environment(RELAY_DISPATCH_DSN=database.gateway_dsn, RELAY_WORKER_DSN=database.worker_dsn)
     with anyio.fail_after(60):
         done = await anyio.run_process(
-            [sys.executable, str(script)], env=environment(), stdin=subprocess.DEVNULL, check=False
+            [sys.executable, str(script)], env=variables, stdin=subprocess.DEVNULL, check=False
         )
     assert (done.returncode, done.stderr.decode()) == (0, "")
     assert done.stdout.decode() == "succeeded {'invoice': 7, 'total': 4200}\n"
@@ -86,12 +88,29 @@ def test_the_tests_that_the_readme_names_for_a_promise_exist_and_carry_its_id(in
         assert re.search(rf"\b{invariant}\b", tests[name]), f"{test_id} does not say {invariant}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/handlers.md"]
+)
 def test_every_link_within_the_project_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (ROOT / target).exists(), f"{page} leads to {target}, which is not there"
+
+
+def test_every_code_is_on_the_page_of_handlers_and_no_other() -> None:
+    places = [ROOT / name for name in ("dispatch_core", "gateway_sdk", "relay_sdk", "migrations")]
+    sources = (file.read_text() for place in places for file in place.rglob("*") if file.suffix in (".py", ".sql"))
+    code = re.compile(r"S2R(?:-[A-Z]+)+")
+    page = (ROOT / "docs" / "handlers.md").read_text()
+    assert set(code.findall(page)) == {found for text in sources for found in code.findall(text)}
+
+
+def test_the_page_of_handlers_names_each_raised_code_with_its_class() -> None:
+    page = (ROOT / "docs" / "handlers.md").read_text()
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert re.search(rf"^\| `{error.code}` \|.*`{name}`", page, re.MULTILINE), f"{name} is not with {error.code}"
 
 
 def test_the_page_of_settings_is_what_the_settings_classes_say() -> None:
