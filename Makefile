@@ -49,19 +49,24 @@ $(BIN)/python:
 		{ echo "Relay Dispatch needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version 2>&1`." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "$(PYTHON) has no venv module: install your system's package for it (Debian, Ubuntu: python3-venv)." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo '$(PYTHON) -m venv $(VENV)' >&2
+	@$(PYTHON) -m venv $(VENV) >&2
 
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# On stderr: stdout is the result's, as in `make demo ARGS=--json > report.json`.
 # The larger sets contain the smaller one, so their stamps satisfy it too.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(PIP_INSTALL) -e '.[demo]'
+	@echo 'installing what demo needs into $(VENV) …' >&2
+	@$(PIP_INSTALL) -e '.[demo]' >&2
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
-	$(PIP_INSTALL) -e '.[dev]'
+	@echo 'installing what dev needs into $(VENV) …' >&2
+	@$(PIP_INSTALL) -e '.[dev]' >&2
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.bench: pyproject.toml | $(BIN)/python
-	$(PIP_INSTALL) -e '.[bench]'
+	@echo 'installing what bench needs into $(VENV) …' >&2
+	@$(PIP_INSTALL) -e '.[bench]' >&2
 	@touch $@ $(VENV)/.demo

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, BinaryIO, NoReturn
@@ -67,6 +68,9 @@ def demo(
       max_attempts, key         as in `jobs enqueue`
       expect                    {"status": …, "error": …, "json": …}, compared
 
+    Of these, --json has each request with its job, answer and error, and the
+    table lists those that did not succeed.
+
     Empty lines and lines that begin with # are passed over. A line that is no
     good is reported with its number and the reason, and skipped.
 
@@ -102,6 +106,7 @@ def demo(
     except Terminated as order:
         show.stopped()
         raise typer.Exit(128 + order.number) from None
+    report = replace(report, own_requests=input_ is not None)
     report.seconds["in all"] = time.perf_counter() - started
     if output is Output.JSON:
         emit_json(report.document())

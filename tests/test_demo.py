@@ -82,6 +82,10 @@ async def test_the_demo_ends_every_request_once_and_says_so_as_one_document(serv
     bad = [number for number, line in enumerate(lines, start=3) if not line.endswith("}") or '"x-priority":1' in line]
     assert [skipped["line"] for skipped in report["requests"]["skipped"]] == bad
     assert all(f"line {number} is skipped" in done.err for number in bad)
+    ended = report["requests"]["ended"]
+    assert len({request["job_id"] for request in ended}) == sent
+    fax = next(request for request in ended if json.loads(lines[request["line"] - 3])["operation"] == "SendFax")
+    assert (fax["status"], fax["error_code"], fax["attempts"]) == ("failed", "S2R-UNKNOWN-OPERATION", 1)
     rows = report["rows"]
     assert sum(row["sent"] for row in rows) == sent
     ends = Counter[str]()
@@ -107,12 +111,14 @@ async def test_the_demo_reads_stdin_prints_tables_and_fails_where_a_line_is_not_
     lines = [
         {"tenant": "me", "relay": "erp", "operation": "Echo", "body": "hello", "expect": {"status": "succeeded"}},
         {"tenant": "me", "relay": "erp", "operation": "Echo", "json": {"n": 1}, "expect": {"json": {"n": 2}}},
+        {"tenant": "me", "relay": "erp", "operation": "Sing"},
     ]
     done = await demo(server, "-i", "-", stdin="\n".join(map(json.dumps, lines)))
     assert done.code == 1, done.err
-    assert "✓ 2 of 2 jobs ended, each with one stored result, none is left" in done.out
+    assert "✓ 3 of 3 jobs ended, each with one stored result, none is left" in done.out
     assert "✗ 1 of 2 ended as their line expects (line 2: another answer)" in done.out
     assert "Echo" in done.out
+    assert "- line 3: failed, S2R-UNKNOWN-OPERATION: " in done.out
 
 
 async def test_an_input_without_a_good_line_is_a_usage_error_and_starts_nothing(

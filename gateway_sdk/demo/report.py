@@ -20,6 +20,8 @@ from gateway_sdk.demo.traffic import Ending
 
 __all__ = ["DemoReport", "Row", "percentile", "print_report", "rows_of"]
 
+SHOWN_FAILURES = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -48,6 +50,8 @@ class DemoReport:
     seconds: dict[str, float]
     results_by_push: int
     results_by_poll: int
+    own_requests: bool = False
+    """They are the person's own, who wants to see each; of the demo's own the sums say all."""
     rows: list[Row] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +70,7 @@ class DemoReport:
                 "sent": len(self.endings),
                 "accepted": sum(ending.refused is None for ending in self.endings),
                 "skipped": [asdict(line) for line in self.skipped],
+                **({"ended": [_request(ending) for ending in self.endings]} if self.own_requests else {}),
             },
             "rows": [asdict(row) for row in self.rows],
             "wake_ups": {
@@ -82,6 +87,24 @@ class DemoReport:
 
     def _count(self, name: str) -> int:
         return sum(relay.count(name) for relay in self.relays)
+
+
+def _request(ending: Ending) -> dict[str, Any]:
+    return {
+        "line": ending.line.line,
+        "job_id": None if ending.job_id is None else str(ending.job_id),
+        "status": ending.status,
+        "attempts": ending.attempt,
+        "milliseconds": round(ending.seconds * 1000, 2),
+        "error_code": ending.error_code,
+        "error_message": ending.error_message,
+        "response_status": ending.response_status,
+        "response_bytes": ending.response_bytes,
+        "response": ending.response,
+        "refused": ending.refused,
+        "lost": ending.lost,
+        "difference": ending.difference,
+    }
 
 
 def rows_of(endings: Iterable[Ending]) -> list[Row]:
@@ -140,6 +163,13 @@ def print_report(report: DemoReport, console: Console) -> None:
         numbers = ", ".join(str(bad.line) for bad in report.skipped[:10])
         more = ", …" if len(report.skipped) > 10 else ""
         console.print(Text.assemble(("- ", "yellow"), f"{len(report.skipped)} bad lines were skipped: {numbers}{more}"))
+    if report.own_requests:
+        not_well = [ending for ending in report.endings if ending.status is not DispatchStatus.SUCCEEDED]
+        for ending in not_well[:SHOWN_FAILURES]:
+            text = ending.refused or ending.lost or f"{ending.status}, {ending.error_code}: {ending.error_message}"
+            console.print(Text.assemble(("- ", "yellow"), f"line {ending.line.line}: {text}"))
+        if len(not_well) > SHOWN_FAILURES:
+            console.print(Text.assemble(("- ", "yellow"), f"and {len(not_well) - SHOWN_FAILURES} more: see --json"))
     for check in report.checks:
         mark = ("✓ ", "green") if check.ok else ("✗ ", "bold red")
         console.print(Text.assemble(mark, check.text))

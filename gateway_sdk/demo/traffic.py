@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ __all__ = ["Ending", "send_all"]
 MAX_WAITING: Final = 5000
 """Requests under way at once, so that a very long input does not lie in memory as tasks."""
 
+SHOWN_BYTES: Final = 200
+"""Of an answer, in the report."""
+
 
 @dataclass(slots=True)
 class Ending:
@@ -37,6 +41,11 @@ class Ending:
     refused: str | None = None
     lost: str | None = None
     difference: str | None = None
+    error_message: str | None = None
+    response_status: int | None = None
+    response_bytes: int = 0
+    response: str | None = None
+    """The beginning of the answer, where it is text."""
 
 
 async def send_all(
@@ -97,4 +106,16 @@ async def _send(client: GatewayClient, ending: Ending, on_sent: Callable[[], Non
         return
     ending.seconds = time.perf_counter() - started
     ending.status, ending.error_code, ending.attempt = result.status, result.error_code, result.attempt
+    ending.error_message, ending.response_status = result.error_message, result.response_status
+    body = result.response_body or b""
+    ending.response_bytes, ending.response = len(body), _beginning(body)
     ending.difference = line.expect.difference(result) if line.expect is not None else None
+
+
+def _beginning(body: bytes) -> str | None:
+    try:
+        # A character that the cut went through is left out; anything else that is no UTF-8 means no text.
+        text = codecs.getincrementaldecoder("utf-8")().decode(body[:SHOWN_BYTES], final=len(body) <= SHOWN_BYTES)
+    except UnicodeDecodeError:
+        return None
+    return text or None
