@@ -158,7 +158,7 @@ class Batcher(Generic[In, Out]):
         # One worker is woken for all that comes in this turn of the loop. When it takes its batch it wakes the next.
         if not self._waking and self._sleepers:
             self._waking = True
-            self._sleepers.pop().set_result(None)
+            self._wake(self._sleepers.pop())
 
     def close(self) -> None:
         """Accept no more items; `run` returns when the last of them is answered. Idempotent: yes."""
@@ -237,9 +237,15 @@ class Batcher(Generic[In, Out]):
             if sleeper in self._sleepers:
                 self._sleepers.remove(sleeper)
 
+    @staticmethod
+    def _wake(sleeper: asyncio.Future[None]) -> None:
+        # One that was cancelled in this turn of the loop stays listed until its worker has its turn.
+        if not sleeper.done():
+            sleeper.set_result(None)
+
     def _wake_all(self) -> None:
         while self._sleepers:
-            self._sleepers.pop().set_result(None)
+            self._wake(self._sleepers.pop())
 
     def _take(self) -> tuple[list[In], list[_Sink[Out, In]]]:
         if self._has_futures:
@@ -260,7 +266,7 @@ class Batcher(Generic[In, Out]):
         self._bytes -= total
         if self._items and self._sleepers and not self._waking:
             self._waking = True
-            self._sleepers.pop().set_result(None)
+            self._wake(self._sleepers.pop())
         return batch
 
     def _drop_cancelled(self) -> None:

@@ -508,3 +508,16 @@ async def test_rows_that_postgresql_refuses_are_found_among_good_ones(bare_datab
     # One of the twins is refused, whichever came second.
     assert failed == [13, 50]
     assert {result.sqlstate for result in results if isinstance(result, DatabaseError)} == {"23514", "23505"}
+
+
+async def test_an_item_that_comes_in_the_moment_of_the_cancellation_makes_no_noise() -> None:
+    async def flush(items: list[int]) -> list[int]:
+        return items
+
+    batcher: Batcher[int, int] = Batcher(flush)
+    async with anyio.create_task_group() as group:
+        await group.start(batcher.run)
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+        # Its workers' futures are cancelled by now, and they themselves have not run yet.
+        batcher.put_nowait(1, 1, lambda item, result: None)
