@@ -253,8 +253,8 @@ async def test_a_foreign_job_id_cannot_be_told_from_an_unknown_one(
                 assert await answer(call, job.job_id) == unknown, name
         for name in ("complete", "complete many", "heartbeat", "retry", "release"):
             assert await answer(calls[name], other_relay.job_id) == await answer(calls[name], uuid4()), name
-        # The name that the caller gave is in the text, and nothing else of the tenant: it is the same for one that there
-        # is not.
+        # The name that the caller gave is in the text, and nothing of the tenant: it is the same for one that does
+        # not exist.
         nobodys = await answer(calls["poll for nobody"], uuid4())
         assert await answer(calls["poll for b"], foreign.job_id) == nobodys.replace("tenant nobody", "tenant b")
     # A foreign job's id is free for a job of one's own: no unique key gives it away.
