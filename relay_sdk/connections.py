@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +14,7 @@ from anyio.abc import TaskStatus
 from dispatch_core.database import Database
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.doorbell import Doorbell
+from dispatch_core.ids import new_id
 from dispatch_core.listener import Listener
 from dispatch_core.migrate import check_schema
 from dispatch_core.settings import CoreSettings
@@ -86,6 +87,19 @@ class Connections:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._stack.__aexit__(kind, error, traceback)
+
+    async def require_worker(self, tenants: Sequence[str], relay_id: str, instance_id: str) -> None:
+        """See to it that this login may claim, also where it is a gateway's by mistake, which may know the channel.
+
+        It asks for a claim that never was: only a worker of these tenants and this relay is told that there is none.
+
+        Raises: TenancyDeniedError.
+        """
+        async with self.database.connection() as conn:
+            with anyio.fail_after(self._patience):
+                await RelayDispatchRepository(conn).claim_again(
+                    relay_id, claimed_by=instance_id, claim_id=new_id(), tenants=tenants
+                )
 
     async def subscribe(self, tenant: str, relay_id: str, callback: Callable[[str], None]) -> None:
         """Have `callback(payload)` called for each ring of this relay of this tenant, once `run` listens.

@@ -70,6 +70,7 @@ class Ends:
         self._retry_base = settings.retry_base_seconds
         self._retry_cap = settings.retry_cap_seconds
         self._metrics = metrics
+        self._unknown: set[str] = set()
 
     # --- what a handler said ---
 
@@ -204,7 +205,10 @@ class Ends:
         return _failed(job, "S2R-EXPIRED", "the deadline passed before a result", Expired)
 
     def unknown_operation(self, job: DispatchJob) -> Completion:
-        """Return the end of a job that no handler is for."""
+        """Return the end of a job that no handler is for; logged once an operation, as far as a relay can remember."""
+        if job.operation not in self._unknown and len(self._unknown) < 1000:
+            self._unknown.add(job.operation)
+            logger.error("jobs for operation %r fail: this relay has no handler for it", job.operation)
         return _failed(job, "S2R-UNKNOWN-OPERATION", f"this relay has no handler for operation {job.operation!r}")
 
     def malformed(self, job: MalformedJob) -> Completion:

@@ -120,6 +120,7 @@ class Session:
     async def subscribe(self, connections: Connections) -> None:
         """Make the pieces, and have the relay's rings come to them once `connections` listens."""
         self._make_pieces(connections)
+        await connections.require_worker(self._tenants, self._relay_id, self.instance_id)
         for tenant in self._tenants:
             await connections.subscribe(tenant, self._relay_id, self._on_ring(tenant))
         if connections.listener is not None:

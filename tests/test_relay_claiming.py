@@ -501,3 +501,14 @@ async def test_a_released_job_under_a_constant_backlog_is_claimed_again_within_t
 
 
 async def _nothing(job: DispatchJob) -> None: ...
+
+
+async def test_a_relay_with_a_gateways_login_is_told_at_its_start(database: TestDatabase) -> None:
+    """The likeliest mistake with two DSNs: it must not look like a relay that is merely idle."""
+    relay = Relay("erp", tenants=["acme"], dsn=database.gateway_dsn)
+
+    @relay.handler("Get")
+    async def get(_job: DispatchJob) -> None: ...
+
+    with anyio.fail_after(10), pytest.raises(TenancyDeniedError):
+        await relay.run()
