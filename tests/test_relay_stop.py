@@ -95,6 +95,7 @@ async def test_a_handler_that_cannot_be_cancelled_does_not_keep_the_process(
     async with relay_process(database.worker_dsn, grace_seconds=0.2, **FAR) as relay:
         once = await jobs.enqueue(operation, body=b"30")
         again = await jobs.enqueue(operation, body=b"30", max_attempts=2)
+        await jobs.ring()
         await eventually(lambda: len(relay.started()) == 2)
         relay.signal(signal.SIGTERM)
         assert await relay.exit(4) == 0
