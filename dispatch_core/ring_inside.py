@@ -1,0 +1,85 @@
+"""Decide whether a statement that is alone rings inside its own transaction, which saves the doorbell's round trip.
+
+A commit that carries NOTIFY holds a lock of the whole database until its WAL is flushed, so as a rule nothing rings in
+the transaction that it tells of (D14, `doorbell`). Where a flush takes a fraction of a millisecond, that lock costs a
+lone statement nothing, and the doorbell's round trip is a large part of what an idle system takes to answer. Where a
+flush is slow, or many ring at once, a ring inside makes every other commit with a ring wait.
+
+How dear it is shows in the time of the lone statements themselves, those that rang and those that did not: what they
+take beyond a bare round trip is execution, the wait for the lock, and the flush.
+
+    unknown   nothing was measured yet                                 not inside: the first one is only timed
+    cheap     lately below 1.5 ms beyond the round trip                inside
+    dear      lately above it                                          not inside, until they are cheap again
+    backing off   one that rang inside took longer than that           not inside for 0.25 s, then 0.5, 1, … 64 s
+
+A pause is forgotten once enough rings in a row were cheap, so a single slow flush costs next to nothing, and a server
+with slow flushes is asked once a minute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["RingInside"]
+
+_DEAR_SECONDS: Final = 0.0015
+"""Beyond the round trip. A flush of a disk that is fast takes 0.2 to 0.5 ms, and the verb itself as much."""
+
+_WEIGHT: Final = 0.5
+"""Of the newest statement in what is called recent."""
+
+_FIRST_PAUSE: Final = 0.25
+_LAST_PAUSE: Final = 64.0
+
+_FORGIVEN_AFTER: Final = 16
+"""Cheap rings in a row after which the next pause is the first one again."""
+
+_FORGET: Final = 1.02
+"""By how much the shortest round trip grows at each new one, so that a server that moved away is believed in time."""
+
+
+class RingInside:
+    """Ask `allows` before a lone statement, and tell `took` after it. All times are seconds.
+
+    A statement is alone where nothing else of this process that rings is under way or waits.
+    """
+
+    __slots__ = ("_cheap_rings", "_clock", "_not_before", "_pause", "_recent", "_round_trip")
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._recent: float | None = None
+        self._round_trip: float | None = None
+        self._not_before = clock()
+        self._pause = _FIRST_PAUSE
+        self._cheap_rings = 0
+
+    def allows(self) -> bool:
+        """Tell whether a statement that is alone now may ring in its own transaction."""
+        return self._recent is not None and self._recent < _DEAR_SECONDS and self._clock() >= self._not_before
+
+    def took(self, seconds: float, rang: bool) -> None:
+        """Note how long a lone statement took, from being sent to its answer, and whether it rang inside."""
+        beyond = seconds - (self._round_trip or 0.0)
+        self._recent = beyond if self._recent is None else self._recent + _WEIGHT * (beyond - self._recent)
+        if not rang:
+            return
+        if beyond < _DEAR_SECONDS:
+            self._cheap_rings += 1
+            if self._cheap_rings >= _FORGIVEN_AFTER:
+                self._pause = _FIRST_PAUSE
+            return
+        self._cheap_rings = 0
+        self._not_before = self._clock() + self._pause
+        self._pause = min(self._pause * 2, _LAST_PAUSE)
+
+    def round_trip(self, seconds: float) -> None:
+        """Note how long a statement took that waits for no flush: one that only read. The shortest ones count.
+
+        Without any, the whole of a statement's time counts, and over a slow network nothing rings inside.
+        """
+        known = self._round_trip
+        self._round_trip = seconds if known is None else min(known * _FORGET, seconds)
