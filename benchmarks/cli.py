@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.environment import describe
 from benchmarks.loops import run
 from benchmarks.model import CheckFailedError, Json, Scenario
-from benchmarks.report import as_json, print_tables
-from benchmarks.runner import CaseResult, count_samples, run_scenario
+from benchmarks.report import as_json, print_summary, print_tables
+from benchmarks.runner import ScenarioResult, count_samples, run_scenario
 from benchmarks.sandbox import Sandboxes
 from benchmarks.scenarios import SCENARIOS
 from dispatch_core.dev.postgres import DevServer, start_server
@@ -27,17 +27,25 @@ __all__ = ["main", "measure"]
 
 # Durable by default: fsync, synchronous_commit and full_page_writes are on unless somebody turns them off. What is set
 # here only keeps checkpoints and eviction out of the way of samples that last seconds.
-SETTINGS = {"shared_buffers": "512MB", "max_wal_size": "4GB", "checkpoint_timeout": "30min"}
+SETTINGS = {
+    "shared_buffers": "512MB",
+    "max_wal_size": "4GB",
+    "checkpoint_timeout": "30min",
+    "max_connections": "400",
+}
 
 _RESULTS = Path(__file__).with_name("results")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run scenarios and report; 0 = done, 1 = a check failed or there is no server, 2 = wrong usage."""
+    """Run scenarios and report; 0 = done, 1 = a check failed or there is no server, 2 = wrong usage.
+
+    A missed target is a result, so it is 0 too.
+    """
     options = _parser().parse_args(arguments)
     if options.list:
-        for name, scenario in SCENARIOS.items():
-            print(f"{name:10} {scenario.title}")
+        for scenario in SCENARIOS.values():
+            print(_described(scenario))
         return 0
     names = options.scenario or list(SCENARIOS)
     if unknown := sorted(set(names) - set(SCENARIOS)):
@@ -56,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print_tables(results, console)
+    print_summary(results, console)
     text = json.dumps(document, indent=2)
     if options.json == "-":
         print(text)
@@ -69,26 +78,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def measure(
     scenarios: Sequence[Scenario], server: DevServer, console: Console, *, quick: bool, rounds: int
-) -> tuple[Json, list[CaseResult]]:
+) -> tuple[Json, list[ScenarioResult]]:
     """Run `scenarios` on `server`; return the document and what it was made of."""
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     environment = await describe(server)
-    results: list[CaseResult] = []
-    sandboxes = Sandboxes(server)
+    results: list[ScenarioResult] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Redrawn between samples only: a bar that moves by itself would take time from what is measured.
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task("", total=count_samples(scenarios, quick=quick, rounds=rounds), completed=-1)
 
         def on_sample(text: str) -> None:
-            progress.update(task, description=f"{text:45}", advance=1, refresh=True)
+            progress.update(task, description=f"{text:60}", advance=1, refresh=True)
 
+        def on_preparing(text: str) -> None:
+            progress.update(task, description=f"{'preparing: ' + text:60}", refresh=True)
+
+        sandboxes = Sandboxes(server, on_preparing)
         try:
             for scenario in scenarios:
-                results += await run_scenario(scenario, sandboxes, quick=quick, rounds=rounds, on_sample=on_sample)
+                result = await run_scenario(scenario, sandboxes, quick=quick, rounds=rounds, on_sample=on_sample)
+                results.append(result)
         finally:
             await sandboxes.close()
     return as_json(results, environment, started_at=started_at, quick=quick, rounds=rounds), results
+
+
+def _described(scenario: Scenario) -> str:
+    """Return name, title and targets, cases with the same target once."""
+    targets = {
+        f"{figure.name} {'≥' if figure.higher_is_better else '≤'} {target:g}"
+        f"{'×' if figure.judged == 'ratio' else ' ' + figure.unit}": None
+        for figure in scenario.figures
+        for case in scenario.cases(False)
+        if (target := figure.target_at(case)) is not None
+    }
+    return f"{scenario.name:13} {scenario.title}; {', '.join(targets) or 'no target, a curve'}"
 
 
 def _path(chosen: str | None, document: Json) -> Path:
@@ -101,10 +126,12 @@ def _path(chosen: str | None, document: Json) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("scenario", nargs="*", help="which to run; all, when none is named")
-    parser.add_argument("--quick", action="store_true", help="small sizes, fewer cases: under a minute for all of them")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, fewer cases: a minute and a half for all of them"
+    )
     parser.add_argument("--rounds", type=_rounds, default=3, help="samples of each contender at each case (3)")
     parser.add_argument("--json", metavar="FILE", help="where the document goes; - = standard output")
-    parser.add_argument("--list", action="store_true", help="name the scenarios and end")
+    parser.add_argument("--list", action="store_true", help="name the scenarios with their targets and end")
     return parser
 
 

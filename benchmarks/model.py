@@ -1,7 +1,8 @@
 """What a scenario is, and what comes of it.
 
-A scenario has *cases* (points of its curve) and *contenders* (who does the work). A *sample* is one contender doing one
-case once, in a database of its own; the runner takes several, interleaved, and compares medians.
+A scenario has *cases* (points of its curve), *contenders* (who does the work) and *figures* (what is read off). A
+*sample* is one contender doing one case once; the runner takes several, interleaved, and compares medians. A *verdict*
+is one figure held against its target.
 """
 
 from __future__ import annotations
@@ -13,8 +14,26 @@ from typing import Any, Literal
 
 from benchmarks.sandbox import Sandbox
 
-__all__ = ["Case", "CheckFailedError", "Contender", "Measured", "Sample", "Scenario", "percentile", "spread"]
+__all__ = [
+    "Case",
+    "CaseResult",
+    "CheckFailedError",
+    "Contender",
+    "Figure",
+    "Json",
+    "Measured",
+    "Plot",
+    "Point",
+    "Sample",
+    "Scenario",
+    "Verdict",
+    "check",
+    "percentile",
+    "spread",
+]
 
+Json = dict[str, Any]
+Point = tuple[float, float]
 Role = Literal["ours", "baseline", "reference"]
 
 
@@ -52,12 +71,47 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What one contender reached in one round: the scenario's figure, what else was seen, and the checks it passed."""
+class Figure:
+    """One figure that every sample has, or some contenders' only; `target` may depend on the case, None = only shown.
 
-    value: float
+    `judged` says what is held against the target: the "ratio" of our median to that of the best baseline, or our median
+    itself as a "value": for what is a ratio within one run already (last part / first part), or an amount (megabytes).
+    """
+
+    name: str
+    unit: str
+    higher_is_better: bool
+    target: float | Callable[[Case], float | None] | None = None
+    judged: Literal["ratio", "value"] = "ratio"
+
+    def target_at(self, case: Case) -> float | None:
+        return self.target(case) if callable(self.target) else self.target
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A curve to draw: of `figure` over the cases' parameter `x`, one panel for each value of the `panels` parameters.
+
+    Without a `figure`: of the samples' own curves, `x` and `y` being what the axes say.
+    """
+
+    x: str
+    figure: str | None = None
+    y: str = ""
+    panels: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one contender reached in one round: its figures by name, what else was seen, and the checks it passed.
+
+    `curve`: points of one sample's own course, for a scenario whose plot is made of them.
+    """
+
+    figures: Mapping[str, float]
     checks: Mapping[str, int]
     extra: Mapping[str, float] = field(default_factory=dict)
+    curve: Sequence[Point] = ()
 
 
 @dataclass(frozen=True)
@@ -67,13 +121,17 @@ class Measured:
     contender: Contender
     samples: Sequence[Sample]
 
-    @property
-    def median(self) -> float:
-        return statistics.median(sample.value for sample in self.samples)
+    def values(self, figure: Figure) -> list[float]:
+        """Return the figure of each round; empty where this contender has none."""
+        return [sample.figures[figure.name] for sample in self.samples if figure.name in sample.figures]
+
+    def median(self, figure: Figure) -> float | None:
+        values = self.values(figure)
+        return statistics.median(values) if values else None
 
     @property
     def extra(self) -> dict[str, float]:
-        """The median of each figure beside the main one."""
+        """The median of each figure beside the main ones."""
         names = {name for sample in self.samples for name in sample.extra}
         return {
             name: statistics.median(sample.extra[name] for sample in self.samples if name in sample.extra)
@@ -82,31 +140,101 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """One figure held against its target. `unit` is × for a ratio; `against` says to what, where it is one."""
+
+    scenario: str
+    case: str
+    figure: str
+    measured: float
+    unit: str
+    against: str
+    higher_is_better: bool
+    target: float
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.target if self.higher_is_better else self.measured <= self.target
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One kind of work.
 
-    `run` does one sample in a sandbox and checks it before it returns. `higher_is_better` says which way the figure
-    goes; `target` is what the ratio ours / baseline should reach (or stay below).
+    `run` does one sample in a sandbox and checks it before it returns; the first of `figures` is the main one.
+    `across` judges what several cases say together (how a curve goes). `shared`: all samples have one sandbox, which
+    `run` puts in order before each; else each sample has one of its own.
     """
 
     name: str
     title: str
-    unit: str
-    higher_is_better: bool
+    figures: Sequence[Figure]
     contenders: Sequence[Contender]
     cases: Callable[[bool], Sequence[Case]]
     run: Callable[[Sandbox, Case, Contender], Awaitable[Sample]]
-    target: Callable[[Case], float | None] = lambda _: None
+    across: Callable[[Sequence[CaseResult]], Sequence[Verdict]] = lambda _: ()
+    plot: Plot | None = None
+    shared: bool = False
 
-    def baseline(self, measured: Sequence[Measured]) -> Measured:
+    def figure(self, name: str) -> Figure:
+        return next(figure for figure in self.figures if figure.name == name)
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What all contenders reached at one case; `loads` is the machine's load average before each round."""
+
+    scenario: Scenario
+    case: Case
+    measured: Sequence[Measured]
+    loads: Sequence[float]
+
+    @property
+    def ours(self) -> Measured:
+        return next(entry for entry in self.measured if entry.contender.role == "ours")
+
+    def of(self, contender: str, figure: str) -> float | None:
+        """Return one contender's median; None where it did not take part or has no such figure."""
+        entry = next((entry for entry in self.measured if entry.contender.name == contender), None)
+        return None if entry is None else entry.median(self.scenario.figure(figure))
+
+    def baseline(self, figure: Figure) -> Measured | None:
         """Return the best baseline: a good ratio against a slow one says nothing."""
-        choices = [entry for entry in measured if entry.contender.role == "baseline"]
-        return (max if self.higher_is_better else min)(choices, key=lambda entry: entry.median)
+        choices = [entry for entry in self.measured if entry.contender.role == "baseline" and entry.values(figure)]
+        if not choices:
+            return None
+        return (max if figure.higher_is_better else min)(choices, key=lambda entry: entry.median(figure) or 0.0)
 
-    def ratio(self, measured: Sequence[Measured]) -> float:
-        """Return our median over the baseline's, whichever way the figure goes."""
-        ours = next(entry for entry in measured if entry.contender.role == "ours")
-        return ours.median / self.baseline(measured).median
+    def ratio(self, figure: Figure, other: Measured | None = None) -> float | None:
+        """Return our median over that of `other` (the best baseline), whichever way the figure goes."""
+        other = other or self.baseline(figure)
+        ours, theirs = self.ours.median(figure), other.median(figure) if other else None
+        return ours / theirs if ours is not None and theirs else None
+
+    def verdicts(self) -> list[Verdict]:
+        """Return one verdict for each figure that has a target here."""
+        found = []
+        for figure in self.scenario.figures:
+            target, baseline = figure.target_at(self.case), self.baseline(figure)
+            by_ratio = figure.judged == "ratio"
+            measured = self.ratio(figure) if by_ratio else self.ours.median(figure)
+            if target is None or measured is None:
+                continue
+            against = baseline.contender.name if by_ratio and baseline else ""
+            unit = "×" if by_ratio else figure.unit
+            found.append(
+                Verdict(
+                    self.scenario.name,
+                    self.case.name,
+                    figure.name,
+                    measured,
+                    unit,
+                    against,
+                    figure.higher_is_better,
+                    target,
+                )
+            )
+        return found
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -117,7 +245,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def spread(values: Sequence[float]) -> float:
     """Return how far the rounds lie apart: (highest - lowest) / median."""
-    return (max(values) - min(values)) / statistics.median(values) if len(values) > 1 else 0.0
+    middle = statistics.median(values)
+    return (max(values) - min(values)) / middle if len(values) > 1 and middle else 0.0
 
 
 def check(expected: int, **counts: int) -> dict[str, int]:
@@ -129,6 +258,3 @@ def check(expected: int, **counts: int) -> dict[str, int]:
     if wrong:
         raise CheckFailedError(f"expected {expected}, found {wrong}")
     return counts
-
-
-Json = dict[str, Any]

@@ -1,22 +1,23 @@
-"""What a run leaves behind: a table for people, and one JSON document for everything else."""
+"""What a run leaves behind: tables for people, and one JSON document for everything else."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.model import Json, Measured, spread
-from benchmarks.runner import CaseResult
+from benchmarks.model import CaseResult, Figure, Json, Measured, Verdict, spread
+from benchmarks.runner import ScenarioResult
 
-__all__ = ["FORMAT", "as_json", "print_tables"]
+__all__ = ["FORMAT", "as_json", "number", "print_summary", "print_tables"]
 
-FORMAT = 1
+FORMAT = 2
 """The version of the JSON document; one more whenever a reader of the last one would misread it."""
 
 
-def as_json(results: Sequence[CaseResult], environment: Json, *, started_at: str, quick: bool, rounds: int) -> Json:
+def as_json(results: Sequence[ScenarioResult], environment: Json, *, started_at: str, quick: bool, rounds: int) -> Json:
     """Return the whole run as one document."""
     return {
         "format": FORMAT,
@@ -24,69 +25,152 @@ def as_json(results: Sequence[CaseResult], environment: Json, *, started_at: str
         "quick": quick,
         "rounds": rounds,
         "environment": environment,
-        "results": [_case(result) for result in results],
+        "seconds": {result.scenario.name: round(result.seconds, 1) for result in results},
+        "targets": [_verdict(verdict) for result in results for verdict in result.verdicts()],
+        "results": [_case(case) for result in results for case in result.cases],
+    }
+
+
+def _verdict(verdict: Verdict) -> Json:
+    return {
+        "scenario": verdict.scenario,
+        "case": verdict.case,
+        "figure": verdict.figure,
+        "measured": verdict.measured,
+        "unit": verdict.unit,
+        "against": verdict.against,
+        "higher_is_better": verdict.higher_is_better,
+        "target": verdict.target,
+        "met": verdict.met,
     }
 
 
 def _case(result: CaseResult) -> Json:
-    scenario = result.scenario
     return {
-        "scenario": scenario.name,
+        "scenario": result.scenario.name,
         "case": dict(result.case.parameters),
         "jobs": result.case.jobs,
         "preload": result.case.preload,
-        "unit": scenario.unit,
-        "higher_is_better": scenario.higher_is_better,
-        "ratio": scenario.ratio(result.measured),
-        "target": scenario.target(result.case),
-        "baseline": scenario.baseline(result.measured).contender.name,
+        "figures": [_figure(result, figure) for figure in result.scenario.figures],
         "load_average": list(result.loads),
-        "contenders": [_contender(entry) for entry in result.measured],
+        "contenders": [_contender(result, entry) for entry in result.measured],
     }
 
 
-def _contender(entry: Measured) -> Json:
-    values = [sample.value for sample in entry.samples]
+def _figure(result: CaseResult, figure: Figure) -> Json:
+    baseline = result.baseline(figure)
+    return {
+        "name": figure.name,
+        "unit": figure.unit,
+        "higher_is_better": figure.higher_is_better,
+        "judged": figure.judged,
+        "target": figure.target_at(result.case),
+        "met": next((verdict.met for verdict in result.verdicts() if verdict.figure == figure.name), None),
+        "ratio": result.ratio(figure),
+        "baseline": baseline.contender.name if baseline else None,
+    }
+
+
+def _contender(result: CaseResult, entry: Measured) -> Json:
     return {
         "name": entry.contender.name,
         "role": entry.contender.role,
         "what": entry.contender.what,
-        "median": entry.median,
-        "spread": spread(values),
-        "rounds": values,
+        "figures": {
+            figure.name: {
+                "median": entry.median(figure),
+                "spread": spread(values),
+                "rounds": values,
+                "ours_of_this": result.ratio(figure, entry),
+            }
+            for figure in result.scenario.figures
+            if (values := entry.values(figure))
+        },
         "extra": entry.extra,
         # Only samples that passed are here at all; these are the counts that were compared.
         "checks": [dict(sample.checks) for sample in entry.samples],
+        **({"curves": [list(sample.curve) for sample in entry.samples]} if any(s.curve for s in entry.samples) else {}),
     }
 
 
-def print_tables(results: Sequence[CaseResult], console: Console) -> None:
-    """Print one table a scenario: each case with the medians, our ratio to the best baseline, and the target."""
-    names = list(dict.fromkeys(result.scenario.name for result in results))
-    for name in names:
-        group = [result for result in results if result.scenario.name == name]
-        scenario = group[0].scenario
-        direction = "more is better" if scenario.higher_is_better else "less is better"
-        table = Table(title=f"{name}: {scenario.title} ({scenario.unit}; {direction})", title_justify="left")
+def print_tables(results: Sequence[ScenarioResult], console: Console) -> None:
+    """Print one table a scenario: a row for each figure of each case, every contender's median and ours of it."""
+    for result in results:
+        contenders = [entry.contender for entry in result.cases[0].measured]
+        table = Table(title=f"{result.scenario.name}: {result.scenario.title}", title_justify="left")
         table.add_column("case")
-        for contender in (entry.contender for entry in group[0].measured):
+        table.add_column("figure")
+        for contender in contenders:
             table.add_column(contender.name, justify="right")
         table.add_column("ours / best baseline", justify="right")
         table.add_column("target", justify="right")
-        for result in group:
-            best = scenario.baseline(result.measured)
-            cells = []
-            for entry in result.measured:
-                text = f"{_number(entry.median)} ±{spread([s.value for s in entry.samples]) / 2:.0%}"
-                cells.append(f"[bold]{text}[/]" if entry is best and len(group[0].measured) > 2 else text)
-            target = scenario.target(result.case)
-            wanted = "" if target is None else f"{'≥' if scenario.higher_is_better else '≤'} {target:.2f}"
-            table.add_row(result.case.name, *cells, f"{scenario.ratio(result.measured):.2f}", wanted)
+        for case in result.cases:
+            verdicts = {verdict.figure: verdict for verdict in case.verdicts()}
+            for row, figure in enumerate(case.scenario.figures):
+                ratio, verdict = case.ratio(figure), verdicts.get(figure.name)
+                table.add_row(
+                    case.case.name if row == 0 else "",
+                    f"{figure.name}, {figure.unit} {'↑' if figure.higher_is_better else '↓'}",
+                    *(_cell(case, figure, entry) for entry in case.measured),
+                    "" if ratio is None else f"{ratio:.2f}",
+                    "" if verdict is None else f"{_wanted(verdict)} {_met(verdict)}",
+                )
         console.print(table)
-        for entry in group[0].measured:
-            console.print(f"  [dim]{entry.contender.name}: {entry.contender.what}[/]")
+        for contender in contenders:
+            console.print(f"  [dim]{contender.name}: {contender.what}[/]")
         console.print()
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+def _cell(case: CaseResult, figure: Figure, entry: Measured) -> str:
+    if not (values := entry.values(figure)):
+        return "–"
+    text = f"{number(statistics.median(values))} ±{spread(values) / 2:.0%}"
+    # A reference is judged by nothing, but nobody should have to divide by hand.
+    if entry.contender.role == "reference" and (ratio := case.ratio(figure, entry)) is not None:
+        text += f" [dim](ours {ratio:.2f} of it)[/]"
+    baseline = case.baseline(figure)
+    is_best = entry is baseline and sum(other.contender.role == "baseline" for other in case.measured) > 1
+    return f"[bold]{text}[/]" if is_best else text
+
+
+def print_summary(results: Sequence[ScenarioResult], console: Console) -> None:
+    """Print one row a target: cases with the same target share it, and the one that is furthest from it is shown."""
+    table = Table(title="targets", title_justify="left")
+    for column in ("scenario", "figure", "measured", "target", "met"):
+        table.add_column(column, justify="left" if column in ("scenario", "figure") else "right")
+    for result in results:
+        groups: dict[tuple[str, float, str], list[Verdict]] = {}
+        for verdict in result.verdicts():
+            groups.setdefault((verdict.figure, verdict.target, verdict.unit), []).append(verdict)
+        for group in groups.values():
+            worst = (min if group[0].higher_is_better else max)(group, key=lambda verdict: verdict.measured)
+            met = sum(verdict.met for verdict in group)
+            figure = worst.figure + (f" of {worst.against}" if worst.against else "")
+            where = f" at {worst.case}" if worst.case not in ("-", "") else ""
+            table.add_row(
+                result.scenario.name,
+                f"{figure}{f', worst of {len(group)}:' if len(group) > 1 else ''}{where}",
+                _amount(worst.measured, worst.unit),
+                _wanted(worst),
+                _met(worst) if len(group) == 1 else f"{_met(worst)} ({met} of {len(group)})",
+            )
+    console.print(table)
+    seconds = ", ".join(f"{result.scenario.name} {result.seconds:.0f}" for result in results)
+    console.print(f"seconds taken: {seconds}; together {sum(result.seconds for result in results):.0f}")
+
+
+def _wanted(verdict: Verdict) -> str:
+    return f"{'≥' if verdict.higher_is_better else '≤'} {_amount(verdict.target, verdict.unit)}"
+
+
+def _met(verdict: Verdict) -> str:
+    return "[green]met[/]" if verdict.met else "[red]missed[/]"
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{number(value)} {unit}".rstrip()
+
+
+def number(value: float) -> str:
+    """Return a figure as people read it."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from benchmarks.model import Case, Contender, Measured, Sample, Scenario
-from benchmarks.sandbox import Sandboxes
+from benchmarks.model import Case, CaseResult, Contender, Measured, Sample, Scenario, Verdict
+from benchmarks.sandbox import Sandbox, Sandboxes
 
-__all__ = ["CaseResult", "count_samples", "run_scenario"]
+__all__ = ["ScenarioResult", "contenders_of", "count_samples", "run_scenario"]
 
 
 @dataclass(frozen=True)
-class CaseResult:
-    """What all contenders reached at one case; `loads` is the machine's load average before each round."""
+class ScenarioResult:
+    """All cases of one scenario, and the seconds it took with everything that had to be prepared."""
 
     scenario: Scenario
-    case: Case
-    measured: Sequence[Measured]
-    loads: Sequence[float]
+    cases: Sequence[CaseResult]
+    seconds: float
+
+    def verdicts(self) -> list[Verdict]:
+        """Return every figure that has a target, case by case, then what the cases say together."""
+        return [verdict for case in self.cases for verdict in case.verdicts()] + list(self.scenario.across(self.cases))
 
 
 def contenders_of(scenario: Scenario, *, quick: bool) -> list[Contender]:
@@ -41,23 +46,51 @@ async def run_scenario(
     quick: bool,
     rounds: int,
     on_sample: Callable[[str], None] = lambda _: None,
-) -> list[CaseResult]:
+) -> ScenarioResult:
     """Take all samples of one scenario.
 
     Raises: CheckFailedError, at the first sample in which a job was lost or ran twice.
     """
+    started = time.monotonic()
     results = []
     contenders = contenders_of(scenario, quick=quick)
-    for case in scenario.cases(quick):
-        samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
-        loads = []
-        for number in range(rounds):
-            loads.append(os.getloadavg()[0])
-            # Whoever comes first in one round comes last in the next: a machine that slows down hits all alike.
-            for contender in contenders if number % 2 == 0 else reversed(contenders):
-                on_sample(f"{scenario.name} {case.name}: {contender.name}")
-                async with sandboxes.sandbox(case.preload) as sandbox:
-                    samples[contender.name].append(await scenario.run(sandbox, case, contender))
-        measured = [Measured(contender, samples[contender.name]) for contender in contenders]
-        results.append(CaseResult(scenario, case, measured, loads))
-    return results
+    cases = scenario.cases(quick)
+    async with _Shared(sandboxes, cases).entered(scenario.shared) as shared:
+        for case in cases:
+            samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
+            loads = []
+            for number in range(rounds):
+                loads.append(os.getloadavg()[0])
+                # Whoever comes first in one round comes last in the next: a machine that slows down hits all alike.
+                for contender in contenders if number % 2 == 0 else reversed(contenders):
+                    on_sample(f"{scenario.name} {case.name}: {contender.name}")
+                    async with shared(case) as sandbox:
+                        samples[contender.name].append(await scenario.run(sandbox, case, contender))
+            measured = [Measured(contender, samples[contender.name]) for contender in contenders]
+            results.append(CaseResult(scenario, case, measured, loads))
+    return ScenarioResult(scenario, results, time.monotonic() - started)
+
+
+class _Shared:
+    """Where samples get their sandbox: one each, or the same for all of them, with the largest backlog of any case."""
+
+    def __init__(self, sandboxes: Sandboxes, cases: Sequence[Case]) -> None:
+        self._sandboxes = sandboxes
+        self._preload = max(case.preload for case in cases)
+        self._sandbox: Sandbox | None = None
+
+    @asynccontextmanager
+    async def entered(self, shared: bool) -> AsyncIterator[_Shared]:
+        if not shared:
+            yield self
+            return
+        async with self._sandboxes.sandbox(self._preload) as self._sandbox:
+            yield self
+
+    @asynccontextmanager
+    async def __call__(self, case: Case) -> AsyncIterator[Sandbox]:
+        if self._sandbox is not None:
+            yield self._sandbox
+            return
+        async with self._sandboxes.sandbox(case.preload) as sandbox:
+            yield sandbox

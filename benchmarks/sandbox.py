@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import asyncpg
 
@@ -35,6 +35,9 @@ BODY: Final = b'{"invoice":"2026-000123","lines":[{"sku":"A-1","quantity":3},{"s
 # Long enough that no job of any sample ends by its deadline.
 TTL: Final = timedelta(days=1)
 
+T = TypeVar("T")
+Say = Callable[[str], None]
+
 _numbers = itertools.count(1)
 
 
@@ -47,6 +50,20 @@ class Sandbox:
 
     server: DevServer
     name: str
+    say: Say = lambda _: None
+    """Tells the progress bar what is being prepared; never while something is measured."""
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _kept: dict[str, Any] = field(default_factory=dict)
+
+    async def keep(self, key: str, make: Callable[[], AbstractAsyncContextManager[T]]) -> T:
+        """Return what was made under `key`, made now if it was not; it is left when the sandbox goes.
+
+        For scenarios whose samples share a sandbox: processes, connections, a backlog that takes minutes to fill.
+        """
+        if key not in self._kept:
+            self._kept[key] = await self._stack.enter_async_context(make())
+        kept: T = self._kept[key]
+        return kept
 
     @property
     def admin_dsn(self) -> str:
@@ -109,6 +126,7 @@ class Sandboxes:
     """Makes sandboxes, from one migrated template and one more for each size of backlog."""
 
     server: DevServer
+    say: Say = lambda _: None
     _templates: dict[int, str] = field(default_factory=dict)
 
     @asynccontextmanager
@@ -117,8 +135,10 @@ class Sandboxes:
         template = await self._template(preload)
         name = _name("sample")
         await self._create(name, template)
+        sandbox = Sandbox(self.server, name, self.say)
         try:
-            yield Sandbox(self.server, name)
+            async with sandbox._stack:
+                yield sandbox
         finally:
             await self._drop(name)
 
@@ -132,6 +152,7 @@ class Sandboxes:
     async def _template(self, preload: int) -> str:
         if preload not in self._templates:
             name = _name("template")
+            self.say(f"a template with {preload:,} jobs")
             if preload:
                 await self._create(name, await self._template(0))
                 await _fill(Sandbox(self.server, name), preload)

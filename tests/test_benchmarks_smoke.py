@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 
@@ -11,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.cli import main, measure
-from benchmarks.model import Case, CheckFailedError, Measured, Sample, Scenario, check
-from benchmarks.report import print_tables
+from benchmarks.model import Case, CaseResult, CheckFailedError, Figure, Measured, Sample, Scenario, check
+from benchmarks.report import print_summary, print_tables
 from benchmarks.sandbox import Sandbox
 from benchmarks.scenarios import SCENARIOS, claim, drain
 from dispatch_core.dev.postgres import DevServer
@@ -30,9 +29,10 @@ async def test_a_run_reports_each_case_with_its_contenders_and_what_was_checked(
     console = Console(file=out, width=160)
     document, results = await measure([TINY_CLAIM, TINY_DRAIN], server, console, quick=False, rounds=2)
     print_tables(results, console)
+    print_summary(results, console)
     document = json.loads(json.dumps(document))
 
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert document["rounds"] == 2
     environment = document["environment"]
     assert environment["server"]["settings"]["synchronous_commit"] == "on"
@@ -42,27 +42,34 @@ async def test_a_run_reports_each_case_with_its_contenders_and_what_was_checked(
     by_claim, by_drain = document["results"]
     assert (by_claim["scenario"], by_claim["case"]) == ("claim", {"claimers": 2, "batch": 5})
     assert [entry["name"] for entry in by_claim["contenders"]] == ["ours", "bare", "bare-ids"]
-    assert (by_claim["baseline"], by_claim["target"], by_claim["higher_is_better"]) == ("bare", 0.9, True)
-    ours, bare, _ = by_claim["contenders"]
-    assert by_claim["ratio"] == pytest.approx(ours["median"] / bare["median"])
+    rate = by_claim["figures"][0]
+    assert (rate["name"], rate["baseline"], rate["target"], rate["higher_is_better"]) == ("rate", "bare", 0.9, True)
+    ours, bare, _ = (entry["figures"]["rate"]["median"] for entry in by_claim["contenders"])
+    assert rate["ratio"] == pytest.approx(ours / bare)
+    assert rate["met"] == (rate["ratio"] >= 0.9)
     for entry in by_claim["contenders"]:
-        assert len(entry["rounds"]) == 2
+        assert len(entry["figures"]["rate"]["rounds"]) == 2
         # Claimed twice would be more than distinct; lost would be less than stored.
         assert entry["checks"] == [{"claimed": 40, "distinct": 40, "stored": 40}] * 2
-        assert entry["extra"]["p99_ms"] >= entry["extra"]["p50_ms"] > 0
+        assert entry["figures"]["p99"]["median"] >= entry["figures"]["p50"]["median"] > 0
 
-    assert by_drain["baseline"] == "loop-1"
+    assert by_drain["figures"][0]["baseline"] == "loop-1"
     for entry in by_drain["contenders"]:
         assert entry["checks"] == [{"handled": 30, "distinct": 30, "succeeded": 30, "results": 30}] * 2
 
-    for text in ("claim", "drain", "claimers=2 batch=5", "ours / best baseline"):
+    assert {(target["scenario"], target["figure"]) for target in document["targets"]} >= {
+        ("claim", "rate"),
+        ("drain", "rate"),
+    }
+    assert set(document["seconds"]) == {"claim", "drain"}
+    for text in ("claim", "drain", "claimers=2 batch=5", "ours / best baseline", "targets", "seconds taken"):
         assert text in out.getvalue()
 
 
 async def test_a_sample_that_lost_a_job_is_an_error_and_no_figure(server: DevServer) -> None:
     async def run(sandbox: Sandbox, case: Case, contender: object) -> Sample:
         counts = await sandbox.counts("ours")
-        return Sample(1.0, check(case.jobs + 1, requests=counts["requests"]))
+        return Sample({"rate": 1.0}, check(case.jobs + 1, requests=counts["requests"]))
 
     broken = replace(TINY_CLAIM, run=run)
     with pytest.raises(CheckFailedError, match=r"expected 41, found \{'requests': 60\}"):
@@ -71,13 +78,25 @@ async def test_a_sample_that_lost_a_job_is_an_error_and_no_figure(server: DevSer
 
 @pytest.mark.parametrize(("higher_is_better", "best"), [(True, "loop-2"), (False, "loop-1")])
 def test_the_ratio_is_to_the_best_baseline(higher_is_better: bool, best: str) -> None:
-    scenario = replace(drain.SCENARIO, higher_is_better=higher_is_better)
-    values: Sequence[float] = (50, 100, 200, 150, 999)
-    measured = [
-        Measured(contender, [Sample(value, {})]) for contender, value in zip(scenario.contenders, values, strict=True)
-    ]
-    assert scenario.baseline(measured).contender.name == best
-    assert scenario.ratio(measured) == 50 / {"loop-1": 100, "loop-2": 200}[best]
+    figure = Figure("it", "s", higher_is_better=higher_is_better, target=1.0)
+    scenario = replace(drain.SCENARIO, figures=(figure,))
+    values = {"ours": 50.0, "loop-1": 100.0, "loop-2": 200.0, "loop-4": 150.0, "sql-2": 999.0}
+    measured = [Measured(contender, [Sample({"it": values[contender.name]}, {})]) for contender in scenario.contenders]
+    result = CaseResult(scenario, Case({}, 1), measured, [])
+    baseline = result.baseline(figure)
+    assert baseline is not None
+    assert baseline.contender.name == best
+    assert result.ratio(figure) == 50 / {"loop-1": 100, "loop-2": 200}[best]
+    [verdict] = result.verdicts()
+    assert (verdict.against, verdict.unit, verdict.met) == (best, "×", not higher_is_better)
+
+
+def test_a_figure_that_is_a_ratio_already_is_judged_as_it_is() -> None:
+    figure = Figure("last / first", "", higher_is_better=True, target=0.9, judged="value")
+    scenario = replace(drain.SCENARIO, figures=(figure,))
+    ours = Measured(scenario.contenders[0], [Sample({"last / first": value}, {}) for value in (0.8, 0.95, 0.97)])
+    [verdict] = CaseResult(scenario, Case({}, 1), [ours], []).verdicts()
+    assert (verdict.measured, verdict.against, verdict.met) == (0.95, "", True)
 
 
 @pytest.mark.parametrize("name", list(SCENARIOS))
@@ -87,7 +106,9 @@ def test_each_scenario_names_who_takes_part_and_is_small_when_quick(name: str) -
     assert any(contender.role == "baseline" for contender in scenario.contenders)
     assert all(contender.what for contender in scenario.contenders)
     assert sum(case.jobs for case in scenario.cases(True)) < sum(case.jobs for case in scenario.cases(False))
-    assert all(scenario.target(case) for case in scenario.cases(False))
+    assert scenario.plot or any(
+        figure.target_at(case) is not None for figure in scenario.figures for case in scenario.cases(False)
+    )
 
 
 def test_the_command_lists_scenarios_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from dispatch_core.ids import new_id
 __all__ = ["drain_by_functions", "drain_by_statements"]
 
 _CLAIM: Final = "select * from relay.claim($1, $2, $3, $4, $5, $6)"
-_COMPLETE: Final = "select n, outcome from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
+_COMPLETE: Final = "select n, outcome from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)"
 
 Round = Callable[[Connection, str, int], Awaitable[list[UUID]]]
 
@@ -29,7 +29,8 @@ async def _by_functions(connection: Connection, claimed_by: str, batch: int) -> 
         _COMPLETE,
         RELAY,
         claimed_by,
-        [TENANT] * count,
+        [TENANT],
+        [count],
         ids,
         [job["fence"] for job in jobs],
         ["succeeded"] * count,
