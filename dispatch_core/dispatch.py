@@ -62,7 +62,9 @@ select outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt
 from relay.claim_again($1, $2, $3, $4, $5, $6)"""
 _FETCH_BODY: Final = "select body from relay.fetch_body($1, $2, $3, $4, $5)"
 _HEARTBEAT: Final = "select n, outcome from relay.heartbeat($1, $2, $3, $4, $5, $6)"
-_COMPLETE: Final = "select n, outcome, status from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
+_COMPLETE: Final = (
+    "select n, outcome, status from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
+)
 _RETRY: Final = "select n, outcome, status from relay.retry($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 _RELEASE: Final = "select n, outcome, status from relay.release($1, $2, $3, $4, $5, $6)"
 _RECLAIM: Final = "select tenant_id, relay_id, job_id, status from relay.reclaim($1, $2, $3, $4)"
@@ -450,28 +452,42 @@ class RelayDispatchRepository:
                 raise InvalidInputError(f"a job completes as succeeded or failed, not {item.status!r}")
             if item.response_status is not None and not read.is_bigint(item.response_status):
                 raise InvalidResultError("response_status must be a whole number that fits 64 bits")
-        with mapped_errors(job_id=completions[0].job_id if len(completions) == 1 else None):
+        # Rows go grouped by tenant; places[i] is where the i-th row sent has come from.
+        groups: dict[str | None, list[int]] = {}
+        for place, item in enumerate(completions):
+            groups.setdefault(tenant if item.tenant_id is None else item.tenant_id, []).append(place)
+        places = [place for group in groups.values() for place in group]
+        items = completions if len(groups) == 1 else [completions[place] for place in places]
+        with mapped_errors(job_id=items[0].job_id if len(items) == 1 else None):
             records = await self._conn.fetch(
                 _COMPLETE,
                 relay_id,
                 claimed_by,
-                [tenant if item.tenant_id is None else item.tenant_id for item in completions],
-                [item.job_id for item in completions],
-                [item.fence for item in completions],
-                [item.status for item in completions],
-                [item.response_status for item in completions],
+                list(groups),
+                [len(group) for group in groups.values()],
+                [item.job_id for item in items],
+                [item.fence for item in items],
+                [item.status for item in items],
+                [item.response_status for item in items],
                 [
                     None if item.response_headers is None else codec.encode_headers(item.response_headers)
-                    for item in completions
+                    for item in items
                 ],
-                [item.response_body for item in completions],
-                [None if item.error_code is None else codec.sanitize(item.error_code, 200) for item in completions],
+                [item.response_body for item in items],
+                [None if item.error_code is None else codec.sanitize(item.error_code, 200) for item in items],
                 [
                     None if item.error_message is None else codec.sanitize(item.error_message, MAX_ERROR_BYTES)
-                    for item in completions
+                    for item in items
                 ],
+                False,
             )
-        return read.settled(records, len(completions))
+        settled = read.settled(records, len(items))
+        if len(groups) == 1:
+            return settled
+        answers = settled.copy()
+        for place, answer in zip(places, settled, strict=True):
+            answers[place] = answer
+        return answers
 
     async def retry(self, relay_id: str, items: Sequence[PutBack], *, claimed_by: str) -> list[Settled]:
         """Put claimed jobs back, to run again after their delay; or end them where that cannot be.

@@ -59,7 +59,7 @@ CREATE FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by t
     AS $$ … $$;
 ALTER FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) OWNER TO relay_api;
 
-CREATE FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) RETURNS TABLE(n bigint, outcome text, status text)
+CREATE FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean DEFAULT false) RETURNS TABLE(n bigint, outcome text, status text)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -71,7 +71,7 @@ CREATE FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[]
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
+ALTER FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) OWNER TO relay_api;
 
 CREATE FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) RETURNS bigint
     LANGUAGE plpgsql
@@ -85,7 +85,7 @@ CREATE FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[]
     AS $$ … $$;
 ALTER FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) OWNER TO relay_api;
 
-CREATE FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_statuses text[] DEFAULT NULL::text[], p_response_statuses bigint[] DEFAULT NULL::bigint[], p_response_headers text[] DEFAULT NULL::text[], p_response_bodies bytea[] DEFAULT NULL::bytea[], p_error_codes text[] DEFAULT NULL::text[], p_error_messages text[] DEFAULT NULL::text[]) RETURNS TABLE(n bigint, job_id uuid, relay_id text, status text, claimed_by text, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone)
+CREATE FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_status text DEFAULT NULL::text, p_statuses text[] DEFAULT NULL::text[], p_response_statuses bigint[] DEFAULT NULL::bigint[], p_response_headers text[] DEFAULT NULL::text[], p_response_bodies bytea[] DEFAULT NULL::bytea[], p_error_codes text[] DEFAULT NULL::text[], p_error_messages text[] DEFAULT NULL::text[]) RETURNS TABLE(n bigint, job_id uuid, relay_id text, status text, claimed_by text, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone)
     LANGUAGE plpgsql
     SET enable_indexscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -95,7 +95,7 @@ CREATE FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_b
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
+ALTER FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_status text, p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
 
 CREATE FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean DEFAULT false) RETURNS TABLE(n bigint, inserted boolean)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -646,12 +646,12 @@ GRANT ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint
 REVOKE ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) TO relay_worker;
 
-REVOKE ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) TO relay_worker;
+REVOKE ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) TO relay_worker;
 
 REVOKE ALL ON FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_status text, p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) TO relay_gateway;

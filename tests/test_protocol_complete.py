@@ -11,6 +11,7 @@ import pytest
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import InvalidInputError
 from dispatch_core.models import Completion
+from tests.support.eventually import eventually
 from tests.support.protocol import (
     ME,
     QUEUE,
@@ -278,8 +279,8 @@ async def test_complete_takes_no_status_but_succeeded_and_failed(
 async def _raw_complete(worker: Connection, ids: list[object], fences: list[int], statuses: list[object]) -> None:
     nulls = [None] * len(ids)
     await worker.fetch(
-        "select * from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
-        RELAY, ME, [TENANT] * len(ids), ids, fences, statuses, nulls, nulls, nulls, nulls, nulls,
+        "select * from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+        RELAY, ME, [TENANT], [len(ids)], ids, fences, statuses, nulls, nulls, nulls, nulls, nulls,
     )  # fmt: skip
 
 
@@ -301,3 +302,83 @@ async def test_arrays_of_different_lengths_are_refused_by_every_verb_that_takes_
     with pytest.raises(asyncpg.PostgresError) as refused:
         await _raw_complete(worker, two, [1], ["failed"] * 2)  # type: ignore[arg-type]
     assert refused.value.sqlstate == "S2020"
+
+
+@pytest.mark.parametrize(
+    ("tenants", "counts", "jobs", "refused_with"),
+    [
+        ([TENANT], [1], 2, "S2020"),
+        ([TENANT], [2, 1], 2, "S2020"),
+        ([TENANT, "other"], [2], 2, "S2020"),
+        ([TENANT, "other"], [3, -1], 2, "S2020"),
+        ([TENANT, "other"], [2, 0], 2, "S2020"),
+        ([TENANT, "other"], [2, None], 2, "S2020"),
+        ([TENANT, "other", TENANT], [1, 1, 1], 3, "S2020"),
+        (["other", ""], [1, 1], 2, "S2001"),
+        (["other", None], [1, 1], 2, "S2001"),
+        ([], [], 0, None),
+    ],
+)
+async def test_the_counts_of_a_batch_of_completions_divide_it_among_tenants_of_which_none_is_there_twice(
+    worker: Connection, tenants: list[object], counts: list[object], jobs: int, refused_with: str | None
+) -> None:
+    call = worker.fetch(
+        "select * from relay.complete($1, $2, $3, $4, $5, $6, null, null, null, null, null, null)",
+        RELAY, ME, tenants, counts, [uuid4() for _ in range(jobs)], [1] * jobs,
+    )  # fmt: skip
+    if refused_with is None:
+        assert await call == []
+        return
+    with pytest.raises(asyncpg.PostgresError) as refused:
+        await call
+    assert refused.value.sqlstate == refused_with
+
+
+async def test_arrays_that_are_null_complete_every_job_as_succeeded_and_without_a_response(
+    admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    await enqueue(gateway, 2)
+    await enqueue(gateway, 2, tenant="other")
+    jobs = [*await claim(worker, 2, tenant="other"), *await claim(worker, 2)]
+    records = await worker.fetch(
+        "select * from relay.complete($1, $2, $3, '{2,2}', $4, $5, null, null, null, null, null, null)",
+        RELAY, ME, ["other", TENANT], [job.job_id for job in jobs], [job.fence for job in jobs],
+    )  # fmt: skip
+    assert sorted(map(tuple, records)) == [(n, "applied", "succeeded") for n in (1, 2, 3, 4)]
+    assert await admin.fetch(
+        f"""select distinct status, num_nulls(response_status, response_headers, response_body, error_code,
+                                              error_message) from {RESULT}"""
+    ) == [("succeeded", 5)]
+
+
+async def test_completions_that_are_to_ring_name_the_jobs_that_they_ended_to_their_tenants_channel(
+    admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    """By the commit of the completion itself; and not what was stale, nor more ids than a payload holds."""
+    heard: dict[str, list[str]] = {}
+
+    def hear(_: object, __: int, channel: str, payload: object) -> None:
+        heard.setdefault(channel, []).append(str(payload))
+
+    channels = {}
+    for tenant in (TENANT, "other"):
+        channels[tenant] = await gateway.fetchval("select relay.channel('result', $1)", tenant)
+        await gateway.add_listener(channels[tenant], hear)
+    await enqueue(gateway, 3)
+    await enqueue(gateway, 201, tenant="other")
+    mine, others = await claim(worker, 3), await claim(worker, 201, tenant="other")
+    await settle(worker, mine[0])
+    await pass_deadline(admin, mine[1].job_id)
+    jobs = [*mine, *others]
+    async with worker.transaction():
+        await worker.fetch(
+            "select * from relay.complete($1, $2, $3, '{3,201}', $4, $5, null, null, null, null, null, null, true)",
+            RELAY, ME, [TENANT, "other"], [job.job_id for job in jobs], [job.fence for job in jobs],
+        )  # fmt: skip
+        await gateway.execute("select 1")
+        assert heard == {}
+    await eventually(lambda: len(heard.get(channels["other"], [])) == 2)
+    assert sorted(heard[channels[TENANT]][0].split(",")) == sorted(job.job_id.hex for job in mine[1:])
+    told = [payload.split(",") for payload in heard[channels["other"]]]
+    assert sorted(len(ids) for ids in told) == [1, 200]
+    assert sorted(job_id for ids in told for job_id in ids) == sorted(job.job_id.hex for job in others)

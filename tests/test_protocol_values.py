@@ -243,16 +243,13 @@ async def test_headers_that_are_no_json_are_refused_by_the_functions_and_the_bat
     first, second = await claim(worker, 2)
     with pytest.raises(asyncpg.PostgresError) as refused:
         await worker.fetch(
-            "select * from relay.complete($1, $2, $3, $4, $5, $6, $7, array['{}', '{\"a\": \"\\u0000\"}'], $8, $9, $9)",
+            "select * from relay.complete($1, $2, $3, '{2}', $4, $5, null, null, $6, null, null, null)",
             RELAY,
             ME,
-            [TENANT] * 2,
+            [TENANT],
             [first.job_id, second.job_id],
             [first.fence, second.fence],
-            ["succeeded"] * 2,
-            [None] * 2,
-            [None] * 2,
-            [None] * 2,
+            ["{}", '{"a": "\\u0000"}'],
         )
     assert refused.value.sqlstate == "22P05"
     assert await admin.fetchval(f"select count(*) from {QUEUE} where state = 'claimed'") == 2

@@ -63,14 +63,14 @@ begin
 end $$;
 
 -- Guarantees: each row ends, and its result is stored, by the clock p_at, which the caller has read while holding the locks.
---   Row p_rows[i], none of them twice, takes its values from place p_ns[i] of the other arrays (where there are any). A
---   status that is null, or a deadline that p_at has reached, makes it 'expired', without a response, with p_late as its
---   message (null: the usual words).
+--   Row p_rows[i], none of them twice, takes its values from place p_ns[i] of the other arrays (where there are any), and
+--   p_status is the status of all where p_statuses is null. No status, or a deadline that p_at has reached, makes it
+--   'expired', without a response, with p_late as its message (null: the usual words).
 --   p_by_holder: the claim's own completion, so the result keeps its fence and a repeated completion is known again. Else
 --   the fence is one higher, and whoever held the claim is stale.
 create or replace function relay.end_jobs(
   p_tenant text, p_at timestamptz, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[],
-  p_statuses text[] default null, p_response_statuses bigint[] default null, p_response_headers text[] default null,
+  p_status text default null, p_statuses text[] default null, p_response_statuses bigint[] default null, p_response_headers text[] default null,
   p_response_bodies bytea[] default null, p_error_codes text[] default null, p_error_messages text[] default null)
 returns table (
   n bigint, job_id uuid, relay_id text, status text, claimed_by text, attempt bigint, max_attempts bigint, fence bigint,
@@ -86,20 +86,20 @@ begin
     returning q.ctid as row_id, q.job_id, q.relay_id, q.claimed_by, q.claimed_at, q.attempt, q.max_attempts, q.seq,
               q.created_at, q.expires_at, case when p_by_holder then q.fence else q.fence + 1 end as fence
   ), judged as (
-    select e.*, h.n, v.status is null or p_at >= e.expires_at as late,
-           v.status, v.response_status, v.headers, v.body, v.code, v.message
+    -- By place, and not joined: the arrays may hold many rows of other tenants.
+    select e.*, h.n, coalesce(p_statuses[h.n], p_status) is null or p_at >= e.expires_at as late,
+           coalesce(p_statuses[h.n], p_status) as status
     from ended e
     join unnest(p_ns, p_rows) as h (n, row_id) on h.row_id = e.row_id
-    left join unnest(p_statuses, p_response_statuses, p_response_headers, p_response_bodies, p_error_codes, p_error_messages)
-              with ordinality as v (status, response_status, headers, body, code, message, n) on v.n = h.n
   ), stored as (
     insert into relay.s2r_relay_dispatch_result
       (tenant_id, job_id, relay_id, status, attempt, fence, claimed_by, response_status, response_headers, response_body,
        error_code, error_message, created_at, claimed_at, completed_at, expires_at)
     select p_tenant, j.job_id, j.relay_id, case when j.late then 'expired' else j.status end, j.attempt, j.fence, j.claimed_by,
-           case when not j.late then j.response_status end, case when not j.late then j.headers::jsonb end,
-           case when not j.late then j.body end, case when j.late then 'S2R-EXPIRED' else j.code end,
-           case when not j.late then j.message
+           case when not j.late then p_response_statuses[j.n] end, case when not j.late then p_response_headers[j.n]::jsonb end,
+           case when not j.late then p_response_bodies[j.n] end,
+           case when j.late then 'S2R-EXPIRED' else p_error_codes[j.n] end,
+           case when not j.late then p_error_messages[j.n]
                 when p_late is not null then p_late
                 when p_at < j.expires_at then 'withdrawn before its deadline'
                 else 'the deadline passed before a result' end,
@@ -156,7 +156,7 @@ begin
     select e.n, e.job_id, e.relay_id, e.status
     from relay.end_jobs(
       p_tenant, p_at, false, 'the deadline passed before the job could be run again', v_ns, v_rows,
-      array_fill('failed'::text, array[cardinality(p_give_backs)]), null, null, null, p_error_codes, p_error_messages) e;
+      'failed', null, null, null, null, p_error_codes, p_error_messages) e;
   end if;
 end $$;
 

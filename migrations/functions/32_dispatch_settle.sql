@@ -14,12 +14,16 @@
 -- Guarantees: ends each job that is currently claimed so, once: 'succeeded' or 'failed' as given, or 'expired' when the
 --   clock, read once the row locks are held, is past the deadline (outcome stale). Result stored and queue row gone in one
 --   transaction. A valid completion is never refused because it had to wait for its row.
--- Errors: S2001, S2002, S2003; S2020 array lengths, a status that is not succeeded or failed.
--- Locks: the queue rows, FOR UPDATE, in job id order; waits for them.
+--   Rows come grouped: the first p_counts[1] of them are of tenant p_tenants[1], and so on; n counts through. An array of
+--   values that is null as a whole stands for nulls, p_statuses for 'succeeded'. The work for a tenant depends on its own
+--   rows and not on the others'.
+--   p_notify: this transaction rings each tenant's result channel with the jobs that this call has ended (see relay.ring).
+-- Errors: S2001, S2002, S2003; S2020 array lengths, counts, a tenant twice, a status that is not succeeded or failed.
+-- Locks: the queue rows, FOR UPDATE, in the order of tenant, job id; waits for them.
 create or replace function relay.complete(
-  p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_statuses text[],
-  p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[],
-  p_error_messages text[])
+  p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[],
+  p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[],
+  p_error_codes text[], p_error_messages text[], p_notify boolean default false)
 returns table (n bigint, outcome text, status text)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
@@ -29,34 +33,45 @@ as $$
 declare
   v_count    bigint := coalesce(cardinality(p_job_ids), 0);
   v_name     text;
+  v_last     text := '';
+  v_first    bigint;
+  v_end      bigint;
   v_before   text;
   v_tenant   text;
-  v_inputs   bigint;
   v_ns       bigint[];
   v_rows     tid[];
   v_done     bigint[];
   v_statuses text[];
 begin
-  if (cardinality(p_tenants), cardinality(p_fences), cardinality(p_statuses), cardinality(p_response_statuses),
-      cardinality(p_response_headers), cardinality(p_response_bodies), cardinality(p_error_codes),
-      cardinality(p_error_messages))
-     is distinct from (v_count, v_count, v_count, v_count, v_count, v_count, v_count, v_count) then
-    raise exception 'the arrays of complete must have one length' using errcode = 'S2020';
+  if (cardinality(p_fences), coalesce(cardinality(p_statuses), v_count), coalesce(cardinality(p_response_statuses), v_count),
+      coalesce(cardinality(p_response_headers), v_count), coalesce(cardinality(p_response_bodies), v_count),
+      coalesce(cardinality(p_error_codes), v_count), coalesce(cardinality(p_error_messages), v_count),
+      cardinality(p_counts), coalesce((select sum(c) from unnest(p_counts) c), 0))
+     is distinct from (v_count, v_count, v_count, v_count, v_count, v_count, v_count, cardinality(p_tenants), v_count)
+     or (0 < all (p_counts)) is not true then
+    raise exception 'the arrays of complete must have one length, and p_counts divide it among the tenants'
+      using errcode = 'S2020';
   end if;
   if not p_statuses <@ array['succeeded', 'failed'] then
     raise exception 'complete takes the status succeeded or failed' using errcode = 'S2020';
   end if;
 
-  for v_name, v_inputs in
-    select u.tenant, count(*) from unnest(p_tenants) as u (tenant) group by u.tenant order by u.tenant
+  -- Below, each tenant's values are taken by their places in the arrays of all: nothing is done for other rows.
+  for v_name, v_first, v_end in
+    select u.tenant, sum(u.count) over (order by u.i) - u.count + 1, sum(u.count) over (order by u.i)
+    from unnest(p_tenants, p_counts) with ordinality as u (tenant, count, i) order by u.tenant collate "C"
   loop
     v_before := relay.bind_tenant(v_name, p_relay, '{worker}');
     v_tenant := coalesce(v_name, v_before);
+    if v_name is not distinct from v_last then
+      raise exception 'a tenant is there twice' using errcode = 'S2020';
+    end if;
+    v_last := v_name;
 
     select array_agg(i.n), array_agg(l.row_id) into v_ns, v_rows
     from (select distinct on (u.job_id, u.fence) u.n, u.job_id, u.fence
-          from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
-          where u.tenant is not distinct from v_name order by u.job_id, u.fence, u.n) i
+          from (select i as n, p_job_ids[i] as job_id, p_fences[i] as fence from generate_series(v_first, v_end) i) u
+          order by u.job_id, u.fence, u.n) i
     cross join lateral (
       select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
       where q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
@@ -67,25 +82,32 @@ begin
     if v_ns is not null then
       select array_agg(e.n), array_agg(e.status) into v_done, v_statuses
       from relay.end_jobs(
-        v_tenant, clock_timestamp(), true, 'the deadline passed before the completion', v_ns, v_rows, p_statuses,
-        p_response_statuses, p_response_headers, p_response_bodies, p_error_codes, p_error_messages) e;
+        v_tenant, clock_timestamp(), true, 'the deadline passed before the completion', v_ns, v_rows, 'succeeded',
+        p_statuses, p_response_statuses, p_response_headers, p_response_bodies, p_error_codes, p_error_messages) e;
 
       return query
       select d.n, case when d.status = 'expired' then 'stale' else 'applied' end, d.status
       from unnest(v_done, v_statuses) as d (n, status);
+      if p_notify then
+        -- 33 bytes an id: 200 of them stay below the 8000 bytes that a payload may have.
+        perform pg_notify(relay.channel_name('result', v_tenant, null), string_agg(replace(d.job_id::text, '-', ''), ','))
+        from (select p_job_ids[u.n] as job_id, (u.i - 1) / 200 as part
+              from unnest(v_done) with ordinality as u (n, i)) d
+        group by d.part;
+      end if;
     end if;
 
-    if cardinality(v_done) is distinct from v_inputs then
+    if cardinality(v_done) is distinct from v_end - v_first + 1 then
       -- A new statement, and so a new snapshot: it sees a completion that committed while the lock was waited for.
       return query
       select u.n, case when r.mine then 'repeated' else 'stale' end, r.status
-      from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
+      from (select i as n, p_job_ids[i] as job_id, p_fences[i] as fence from generate_series(v_first, v_end) i
+            where not i = any (coalesce(v_done, '{}'))) u
       left join lateral (
         -- Only the claim's own completion leaves fence and claimed_by as they were: see end_jobs.
         select d.status, d.fence = u.fence and d.claimed_by = p_claimed_by and d.status <> 'expired' as mine
         from relay.s2r_relay_dispatch_result d
-        where d.tenant_id = v_tenant and d.job_id = u.job_id and d.relay_id = p_relay limit 1) r on true
-      where u.tenant is not distinct from v_name and not u.n = any (coalesce(v_done, '{}'));
+        where d.tenant_id = v_tenant and d.job_id = u.job_id and d.relay_id = p_relay limit 1) r on true;
     end if;
     perform relay.unbind_tenant(v_before);
   end loop;

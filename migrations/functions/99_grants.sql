@@ -38,7 +38,8 @@ grant execute on function
   relay.claim_again(text, text[], text, uuid, bigint, bigint),
   relay.fetch_body(text, text, uuid, bigint, text),
   relay.heartbeat(text, text, text[], uuid[], bigint[], interval),
-  relay.complete(text, text, text[], uuid[], bigint[], text[], bigint[], text[], bytea[], text[], text[]),
+  relay.complete(
+    text, text, text[], bigint[], uuid[], bigint[], text[], bigint[], text[], bytea[], text[], text[], boolean),
   relay.retry(text, text, text[], uuid[], bigint[], interval[], boolean[], text[], text[]),
   relay.release(text, text, text[], uuid[], bigint[], boolean[]),
   relay.promote_due(text, text, bigint)

@@ -37,8 +37,8 @@ def verbs(tenant: str | None, relay: str | None, job_id: UUID) -> dict[str, tupl
         "fetch_body": ("relay.fetch_body($1, $2, $3, 1, $4)", [relay, tenant, job_id, ME]),
         "heartbeat": ("relay.heartbeat($1, $2, $3, $4, '{1}', $5)", [relay, ME, [tenant], [job_id], _SECONDS]),
         "complete": (
-            "relay.complete($1, $2, $3, $4, '{1}', '{succeeded}', '{null}', $5, $6, $7, $8)",
-            [relay, ME, [tenant], [job_id], none, none, none, none],
+            "relay.complete($1, $2, $3, '{1}', $4, '{1}', '{succeeded}', '{null}', null, $5, null, null, true)",
+            [relay, ME, [tenant], [job_id], none],
         ),
         "retry": (
             "relay.retry($1, $2, $3, $4, '{1}', $5, '{f}', '{e}', '{m}')",
