@@ -1,0 +1,220 @@
+"""1,000 tenants with 100 jobs each in one relay process; a small tenant beside a large one; nothing to do for any.
+
+rate     jobs a second of the drain of all of them, by `Relay` with all the tenants. `one` is held against it: as many jobs
+         of a single tenant, the same relay otherwise, in the same run. `bare` goes from tenant to tenant by hand, claim and
+         complete on two connections, knowing beforehand who has jobs.
+rounds   another relay works on the 100,000 jobs of one tenant (with the small ones on its list) when one job each of some
+         small tenants comes in, one after another. Counted are the relay's claims that were answered from the moment
+         its enqueue had returned until its handler started, the one that brought it included: the most of them.
+         `rounds from call` counts from the start of the enqueue call. The truth lies between: the commit does.
+idle     statements for each poll of the queue, of a relay with all the tenants and no job, counted on the wire (tap.py)
+         in short poll intervals; sweeps, probes and all others by name beside them. A poll interval has one claim for all
+         tenants if this is 1.
+
+What it does not say: all tenants are on one relay process and its list, which is sent with each claim that asks for all
+of them. The jobs of one tenant are stored together, so a claim finds several of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+from uuid import UUID
+
+from benchmarks.bare import statements
+from benchmarks.model import Case, CheckFailedError, Contender, Figure, Sample, Scenario, check, percentile
+from benchmarks.sandbox import BODY, HEADERS, OPERATION, RELAY, TENANT, TTL, Connection, Sandbox
+from benchmarks.scenarios.drain import CONCURRENCY
+from benchmarks.scenarios.fan_in import load
+from benchmarks.tap import tapped
+from dispatch_core.codec import decode_json
+from dispatch_core.ids import new_id
+from dispatch_core.settings import CoreSettings
+from gateway_sdk import GatewayClient
+from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
+
+__all__ = ["SCENARIO"]
+
+_BATCH: Final = 500
+_LONE: Final = 20
+_POLL_SECONDS: Final = 0.25
+_POLLS: Final = 16
+
+_OURS = Contender("ours", "ours", f"Relay with all tenants, concurrency={CONCURRENCY}")
+_ONE = Contender("one", "baseline", "the same for as many jobs of one tenant")
+_BARE = Contender("bare", "reference", "claim and complete tenant by tenant, batches of 500 at most, on 2 connections")
+
+
+def _names(count: int) -> list[str]:
+    return [f"tenant-{number:04}" for number in range(count)]
+
+
+def _relay(tenants: Sequence[str], handled: list[UUID], **settings: Any) -> Relay:
+    relay = Relay(RELAY, tenants=tenants, concurrency=CONCURRENCY, **settings)
+    reply = Reply()
+
+    @relay.handler(OPERATION)
+    async def handle(job: DispatchJob) -> Reply:
+        handled.append(job.job_id)
+        return reply
+
+    return relay
+
+
+@asynccontextmanager
+async def _running(relay: Relay) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(relay.run())
+        async with asyncio.timeout(60):
+            while not (relay.metrics.claims and relay.health().listener == "listening"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        yield
+        relay.stop()
+
+
+async def _drain(sandbox: Sandbox, tenants: Sequence[str], jobs: int) -> tuple[float, dict[str, int]]:
+    handled: list[UUID] = []
+    await _relay(tenants, handled, dsn=sandbox.worker_dsn).run(drain=True)
+    found = await sandbox.counts("ours")
+    checks = check(
+        jobs,
+        handled=len(handled),
+        distinct=len(set(handled)),
+        succeeded=found["succeeded"],
+        results=found["results"],
+    )
+    return jobs / await sandbox.completion_span("ours"), checks
+
+
+async def _lone(sandbox: Sandbox, tenants: Sequence[str], jobs: int) -> dict[str, float]:
+    """Enqueue for small tenants beside the backlog of a large one; return how many rounds each took, at most."""
+    relay = Relay(RELAY, tenants=[TENANT, *tenants], dsn=sandbox.worker_dsn, concurrency=CONCURRENCY)
+    reply, headers = Reply(), decode_json(HEADERS.encode())
+    started: dict[str, tuple[int, float]] = {}
+    others = 0
+
+    @relay.handler(OPERATION)
+    async def handle(job: DispatchJob) -> Reply:
+        nonlocal others
+        if job.tenant_id == TENANT:
+            others += 1
+        elif job.tenant_id in started:
+            raise CheckFailedError(f"the job of {job.tenant_id} started twice")
+        else:
+            started[job.tenant_id] = relay.metrics.claims, time.perf_counter()
+        return reply
+
+    rounds, from_call, times = [], [], []
+    async with GatewayClient(sandbox.gateway_dsn) as client:
+        await client.tenant(TENANT).poll_status(new_id())
+        async with _running(relay):
+            for tenant in tenants:
+                called_at, called = time.perf_counter(), relay.metrics.claims
+                await client.tenant(tenant).enqueue(RELAY, OPERATION, headers, BODY, ttl=TTL)
+                # It may have started before the reply was here.
+                returned = relay.metrics.claims
+                async with asyncio.timeout(60):
+                    while tenant not in started:  # noqa: ASYNC110
+                        await asyncio.sleep(0.001)
+                claims, at = started[tenant]
+                rounds.append(max(0, claims - returned))
+                from_call.append(claims - called)
+                times.append((at - called_at) * 1000)
+            if others >= jobs:
+                raise CheckFailedError(
+                    "the backlog was gone before the last lone job: there was nothing to stand beside"
+                )
+    return {
+        "rounds": max(rounds),
+        "rounds from call": max(from_call),
+        "lone p50": percentile(times, 0.5),
+        "lone max": max(times),
+    }
+
+
+async def _idle(sandbox: Sandbox, tenants: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """Return claims for each poll, and how often any other statement came."""
+    async with tapped(sandbox.worker_dsn) as tap:
+        core = CoreSettings.load(dsn=tap.dsn(sandbox.worker_dsn), probe_seconds=_POLL_SECONDS)
+        settings = RelaySettings.load(poll_seconds=_POLL_SECONDS, sweep_seconds=_POLL_SECONDS)
+        relay = _relay(tenants, [], core=core, settings=settings)
+        async with _running(relay):
+            await asyncio.sleep(2 * _POLL_SECONDS)
+            polls, before = relay.metrics.polls, tap.by_name()
+            while relay.metrics.polls < polls + _POLLS:
+                await asyncio.sleep(_POLL_SECONDS / 20)
+            # The last poll's claim may still be under way.
+            await asyncio.sleep(_POLL_SECONDS / 4)
+            polls, after = relay.metrics.polls - polls, tap.by_name()
+    counts = after - before
+    return counts["claim"] / polls, {f"idle_{name}": count / polls for name, count in sorted(counts.items())}
+
+
+async def _ours(sandbox: Sandbox, case: Case) -> Sample:
+    tenants = _names(case.parameters["tenants"])
+    await load(sandbox, tenants, case.jobs // len(tenants))
+    rate, checks = await _drain(sandbox, tenants, case.jobs)
+    lone = await _lone(sandbox, tenants[:_LONE], case.preload)
+    idle, counts = await _idle(sandbox, tenants)
+    return Sample({"rate": rate, **lone, "idle": idle}, checks, counts)
+
+
+async def _one(sandbox: Sandbox, case: Case) -> Sample:
+    rate, checks = await _drain(sandbox, [TENANT], case.preload)
+    return Sample({"rate": rate}, checks)
+
+
+async def _bare(sandbox: Sandbox, case: Case) -> Sample:
+    tenants = _names(case.parameters["tenants"])
+    each = case.jobs // len(tenants)
+    every: list[UUID] = []
+    async with sandbox.connections(sandbox.bare_dsn, 2) as connections:
+        for tenant in tenants:
+            ids = [new_id() for _ in range(each)]
+            await connections[0].fetch(
+                statements.INSERT_MANY, tenant, ids, RELAY, OPERATION, [HEADERS] * each, [BODY] * each, TTL
+            )
+        left = iter(tenants)
+
+        async def loop(connection: Connection) -> None:
+            for tenant in left:
+                while jobs := await connection.fetch(statements.CLAIM, tenant, RELAY, "bare", new_id(), TTL, _BATCH):
+                    ids, fences = [job["job_id"] for job in jobs], [job["fence"] for job in jobs]
+                    every.extend(ids)
+                    await connection.fetch(statements.COMPLETE, tenant, ids, fences, "bare", [b""] * len(ids), RELAY)
+                    if len(jobs) < _BATCH:
+                        break
+
+        await asyncio.gather(*(loop(connection) for connection in connections))
+    found = await sandbox.counts("bare")
+    checks = check(case.jobs, claimed=len(every), distinct=len(set(every)), succeeded=found["succeeded"])
+    return Sample({"rate": case.jobs / await sandbox.completion_span("bare")}, checks)
+
+
+async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
+    return await {"ours": _ours, "one": _one, "bare": _bare}[contender.name](sandbox, case)
+
+
+def _cases(quick: bool) -> Sequence[Case]:
+    tenants, jobs = (100, 5_000) if quick else (1_000, 100_000)
+    return [Case({"tenants": tenants}, jobs, jobs)]
+
+
+SCENARIO: Final = Scenario(
+    name="tenants",
+    title="1,000 tenants in one relay process",
+    figures=(
+        Figure("rate", "jobs/s", higher_is_better=True, target=0.6),
+        Figure("rounds", "claims", higher_is_better=False, target=2, judged="value"),
+        Figure("rounds from call", "claims", higher_is_better=False),
+        Figure("lone p50", "ms", higher_is_better=False),
+        Figure("lone max", "ms", higher_is_better=False),
+        Figure("idle", "claims/poll", higher_is_better=False, target=1, judged="value"),
+    ),
+    contenders=(_OURS, _ONE, _BARE),
+    cases=_cases,
+    run=_run,
+)
