@@ -55,7 +55,7 @@ class Tap:
     async def silence(self, seconds: float) -> None:
         """Wait until no statement has come for so long."""
         seen = -1
-        while seen != (seen := self.counts.total()):
+        while seen != (seen := self.counts.total()):  # noqa: ASYNC110
             await asyncio.sleep(seconds)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

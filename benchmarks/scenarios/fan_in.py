@@ -1,9 +1,9 @@
 """Many calls at once: 2,000 `call`s kept in flight in one gateway process, the relay in another process.
 
 `ours`: `TenantClient.call` by 2,000 tasks, each calling again as soon as it has its answer; the relay has 2,000 slots
-and echoes the body. The rate is answered calls a second, p50 and p99 are of single calls, p99 / p50 says how evenly they
-are served. The first call of each task is outside the clock: connections, LISTEN and prepared statements are made by
-it.
+and echoes the body. The rate is answered calls a second, p50 and p99 are of single calls, p99 / p50 says how evenly
+they are served. The first call of each task is outside the clock: connections, LISTEN and prepared statements are made
+by it.
 
 `drain` is what the rate is held against: the same jobs, preloaded, drained by one relay process in the same run. It has
 nobody to answer to, so a fan-in that reaches it has its enqueues and replies for nothing. `bare` is the least code that

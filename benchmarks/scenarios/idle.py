@@ -3,19 +3,19 @@
 40 processes serve one relay. All their statements pass a counter on the wire (tap.py), which knows each process by its
 `application_name`; time does not matter here.
 
-Polls: 120 poll intervals, as many as 10 minutes have at the default of 5 seconds. They are run ten times as fast, and sweeps
-and probes with them, so that their share stays that of the defaults. `claims` is claims for each poll that a relay counted;
-`statements` all statements for each of its poll intervals; each kind is beside them by name.
+Polls: 120 poll intervals, as many as 10 minutes have at the default of 5 seconds. They are run ten times as fast, and
+sweeps and probes with them, so that their share stays that of the defaults. `claims` is claims for each poll that a
+relay counted; `statements` all statements for each of its poll intervals; each kind is beside them by name.
 
-Bursts: other 40 processes whose polls, sweeps and probes are an hour apart, so that every claim has a ring as its cause.
-One job; then 100 by one `enqueue_many`; then 100 by as many `enqueue` calls at once. Counted until no statement has come
-for half a second: claims for each process. A process whose claim came back full (100 slots, 100 jobs) has to ask once more,
-so the 40 make 41 claims of a burst that one of them takes whole.
+Bursts: other 40 processes whose polls, sweeps and probes are an hour apart, so that every claim has a ring as its
+cause. One job; then 100 by one `enqueue_many`; then 100 by as many `enqueue` calls at once. Counted until no statement
+has come for half a second: claims for each process. A process whose claim came back full (100 slots, 100 jobs) has to
+ask once more, so the 40 make 41 claims of a burst that one of them takes whole.
 
 `bare` is the least that could be done: LISTEN, a claim when it is rung or a poll is due, a completion.
 
-What it does not say: nothing of delayed jobs, which a relay that is idle has a timer for; and a relay whose tenants are many
-still makes one claim (scenario `tenants`).
+What it does not say: anything of delayed jobs, for which an idle relay has a timer; nor of many tenants (that is in
+`tenants`).
 """
 
 from __future__ import annotations
@@ -235,7 +235,6 @@ SCENARIO: Final = Scenario(
     figures=(
         _figure("claims", "/poll", 1.0),
         _figure("statements", "/poll interval"),
-        # One of them comes back full, and asks once more.
         _figure("1 job", "claims/process", 1.0),
         _figure("100 jobs", "claims/process", 1.0),
         _figure("100 calls", "claims/process"),
