@@ -1,13 +1,15 @@
 """Another process of the same benchmark: it runs one coroutine until its standard input ends, and hands back a value.
 
 The coroutine is named `module:function` and gets its arguments as JSON, both on standard input and not on the command
-line, because DSNs carry passwords. It calls `ready()` once it can be measured, and returns when `stop` is set.
+line, because DSNs carry passwords. It calls `ready()` once it can be measured, and returns when `stop` is set. One that
+has a parameter `orders` is asked things meanwhile, each a line of JSON there and back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +19,7 @@ from typing import Any
 
 from benchmarks.loops import run
 
-__all__ = ["Child", "Task", "child"]
+__all__ = ["Child", "Orders", "Task", "child"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,11 +27,43 @@ Task = Callable[..., Awaitable[Any]]
 """`async def task(ready, stop, **arguments) -> value that JSON can hold`"""
 
 
+class Orders:
+    """What the parent asks, one thing at a time: iterate, and `answer` each."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def put(self, line: str | None) -> None:
+        self._queue.put_nowait(line)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (line := await self._queue.get()) is not None:
+            yield json.loads(line)
+
+    def answer(self, value: Any) -> None:
+        print(json.dumps(value), flush=True)
+
+
 class Child:
     """A running child; `result` is what its task returned, once the block has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
         self.result: Any = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, order: Any, *, timeout_seconds: float = 120) -> Any:
+        """Send `order` to a task that takes orders; return its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        line = await asyncio.wait_for(self._process.stdout.readline(), timeout_seconds)
+        if not line:
+            raise RuntimeError("the child process ended before it had answered")
+        return json.loads(line)
 
 
 @asynccontextmanager
@@ -46,7 +80,7 @@ async def child(task: Task, **arguments: Any) -> AsyncIterator[Child]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    handle = Child()
+    handle = Child(process)
     try:
         order = {"task": f"{task.__module__}:{task.__qualname__}", "arguments": arguments}
         process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -72,13 +106,20 @@ async def _main() -> None:
     def ready() -> None:
         print("ready", flush=True)
 
+    orders = Orders()
+
     async def watch() -> None:
-        await asyncio.to_thread(sys.stdin.read)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            orders.put(line)
+        orders.put(None)
         stop.set()
 
+    arguments = order["arguments"]
+    if "orders" in inspect.signature(task).parameters:
+        arguments["orders"] = orders
     async with asyncio.TaskGroup() as group:
         group.create_task(watch())
-        value = await task(ready, stop, **order["arguments"])
+        value = await task(ready, stop, **arguments)
     print(json.dumps(value), flush=True)
 
 

@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unknown: {', '.join(unknown)}; there are: {', '.join(SCENARIOS)}", file=sys.stderr)
         return 2
     # The table goes to standard error where the document goes to standard output.
-    console = Console(stderr=options.json == "-")
+    to_stderr = options.json == "-"
+    console = Console(stderr=to_stderr, width=None if (sys.stderr if to_stderr else sys.stdout).isatty() else 150)
     try:
         with start_server(settings=SETTINGS, ephemeral=True) as server:
             document, results = run(

@@ -58,12 +58,14 @@ class Contender:
 class Case:
     """One point of a scenario, and the size of the work at it.
 
-    `preload`: jobs that lie in the queue, ours and the bare one alike, before the clock starts.
+    `preload`: jobs that lie in the queue, ours and the bare one alike, before the clock starts. With `body_bytes` their
+    bodies are so many random bytes, and only ours are there.
     """
 
     parameters: Mapping[str, int]
     jobs: int
     preload: int = 0
+    body_bytes: int | None = None
 
     @property
     def name(self) -> str:
@@ -141,7 +143,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One figure held against its target. `unit` is × for a ratio; `against` says to what, where it is one."""
+    """One figure held against its target. `unit` is × for a ratio; `against` says to what, where it is one.
+
+    `beside`: what else the summary should say in that row, as the same figure of the bare side.
+    """
 
     scenario: str
     case: str
@@ -151,6 +156,7 @@ class Verdict:
     against: str
     higher_is_better: bool
     target: float
+    beside: str = ""
 
     @property
     def met(self) -> bool:
@@ -163,7 +169,7 @@ class Scenario:
 
     `run` does one sample in a sandbox and checks it before it returns; the first of `figures` is the main one.
     `across` judges what several cases say together (how a curve goes). `shared`: all samples have one sandbox, which
-    `run` puts in order before each; else each sample has one of its own.
+    `run` puts in order before each; else each sample has one of its own. `takes_part`: who does which case, if not all.
     """
 
     name: str
@@ -175,6 +181,7 @@ class Scenario:
     across: Callable[[Sequence[CaseResult]], Sequence[Verdict]] = lambda _: ()
     plot: Plot | None = None
     shared: bool = False
+    takes_part: Callable[[Case, Contender], bool] = lambda _case, _contender: True
 
     def figure(self, name: str) -> Figure:
         return next(figure for figure in self.figures if figure.name == name)

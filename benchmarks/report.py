@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.model import CaseResult, Figure, Json, Measured, Verdict, spread
+from benchmarks.model import CaseResult, Contender, Figure, Json, Measured, Verdict, spread
 from benchmarks.runner import ScenarioResult
 
 __all__ = ["FORMAT", "as_json", "number", "print_summary", "print_tables"]
@@ -42,6 +42,7 @@ def _verdict(verdict: Verdict) -> Json:
         "higher_is_better": verdict.higher_is_better,
         "target": verdict.target,
         "met": verdict.met,
+        **({"beside": verdict.beside} if verdict.beside else {}),
     }
 
 
@@ -96,7 +97,7 @@ def _contender(result: CaseResult, entry: Measured) -> Json:
 def print_tables(results: Sequence[ScenarioResult], console: Console) -> None:
     """Print one table a scenario: a row for each figure of each case, every contender's median and ours of it."""
     for result in results:
-        contenders = [entry.contender for entry in result.cases[0].measured]
+        contenders = list(dict.fromkeys(entry.contender for case in result.cases for entry in case.measured))
         table = Table(title=f"{result.scenario.name}: {result.scenario.title}", title_justify="left")
         table.add_column("case")
         table.add_column("figure")
@@ -111,7 +112,7 @@ def print_tables(results: Sequence[ScenarioResult], console: Console) -> None:
                 table.add_row(
                     case.case.name if row == 0 else "",
                     f"{figure.name}, {figure.unit} {'↑' if figure.higher_is_better else '↓'}",
-                    *(_cell(case, figure, entry) for entry in case.measured),
+                    *(_cell(case, figure, contender) for contender in contenders),
                     "" if ratio is None else f"{ratio:.2f}",
                     "" if verdict is None else f"{_wanted(verdict)} {_met(verdict)}",
                 )
@@ -121,8 +122,9 @@ def print_tables(results: Sequence[ScenarioResult], console: Console) -> None:
         console.print()
 
 
-def _cell(case: CaseResult, figure: Figure, entry: Measured) -> str:
-    if not (values := entry.values(figure)):
+def _cell(case: CaseResult, figure: Figure, contender: Contender) -> str:
+    entry = next((entry for entry in case.measured if entry.contender is contender), None)
+    if entry is None or not (values := entry.values(figure)):
         return "–"
     text = f"{number(statistics.median(values))} ±{spread(values) / 2:.0%}"
     # A reference is judged by nothing, but nobody should have to divide by hand.
@@ -150,7 +152,7 @@ def print_summary(results: Sequence[ScenarioResult], console: Console) -> None:
             table.add_row(
                 result.scenario.name,
                 f"{figure}{f', worst of {len(group)}:' if len(group) > 1 else ''}{where}",
-                _amount(worst.measured, worst.unit),
+                _amount(worst.measured, worst.unit) + (f" ({worst.beside})" if worst.beside else ""),
                 _wanted(worst),
                 _met(worst) if len(group) == 1 else f"{_met(worst)} ({met} of {len(group)})",
             )

@@ -27,16 +27,20 @@ class ScenarioResult:
         return [verdict for case in self.cases for verdict in case.verdicts()] + list(self.scenario.across(self.cases))
 
 
-def contenders_of(scenario: Scenario, *, quick: bool) -> list[Contender]:
+def contenders_of(scenario: Scenario, case: Case, *, quick: bool) -> list[Contender]:
     """Return who takes part; a quick run leaves out those that are only shown, and all but one of like baselines."""
-    if not quick:
-        return list(scenario.contenders)
-    return [entry for entry in scenario.contenders if entry.in_quick and entry.role != "reference"]
+    return [
+        entry
+        for entry in scenario.contenders
+        if scenario.takes_part(case, entry) and (not quick or (entry.in_quick and entry.role != "reference"))
+    ]
 
 
 def count_samples(scenarios: Sequence[Scenario], *, quick: bool, rounds: int) -> int:
     """Return how many samples `run_scenario` will take over all of `scenarios`."""
-    return sum(rounds * len(contenders_of(entry, quick=quick)) * len(entry.cases(quick)) for entry in scenarios)
+    return rounds * sum(
+        len(contenders_of(scenario, case, quick=quick)) for scenario in scenarios for case in scenario.cases(quick)
+    )
 
 
 async def run_scenario(
@@ -53,10 +57,10 @@ async def run_scenario(
     """
     started = time.monotonic()
     results = []
-    contenders = contenders_of(scenario, quick=quick)
     cases = scenario.cases(quick)
     async with _Shared(sandboxes, cases).entered(scenario.shared) as shared:
         for case in cases:
+            contenders = contenders_of(scenario, case, quick=quick)
             samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
             loads = []
             for number in range(rounds):
@@ -92,5 +96,5 @@ class _Shared:
         if self._sandbox is not None:
             yield self._sandbox
             return
-        async with self._sandboxes.sandbox(case.preload) as sandbox:
+        async with self._sandboxes.sandbox(case.preload, case.body_bytes) as sandbox:
             yield sandbox

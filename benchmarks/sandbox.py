@@ -6,6 +6,7 @@ owed a full-page image each, and a sample measures its own work and not that of 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable
@@ -18,9 +19,11 @@ from typing import Any, Final, TypeAlias, TypeVar
 import asyncpg
 
 from benchmarks.bare import statements
+from dispatch_core import DispatchRequest
+from dispatch_core.codec import decode_json
 from dispatch_core.dev.logins import GATEWAY_LOGIN, OPERATOR_LOGIN, WORKER_LOGIN
 from dispatch_core.dev.postgres import DevServer
-from dispatch_core.ids import new_id
+from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.migrate import grant, migrate
 
 __all__ = ["BODY", "HEADERS", "OPERATION", "RELAY", "TENANT", "TTL", "Connection", "Sandbox", "Sandboxes"]
@@ -114,6 +117,16 @@ class Sandbox:
         )
         return {"requests": row[0], "queued": row[1], "succeeded": row[2], "results": row[3]}
 
+    async def until_drained(self, side: str) -> None:
+        """Wait until no job is left in the queue, with a look each tenth of a second  as the superuser."""
+        table = "relay.s2r_relay_dispatch_queue" if side == "ours" else "bare.queue"
+        connection = await asyncpg.connect(self.admin_dsn)
+        try:
+            while await connection.fetchval(f"select exists (select from {table})"):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        finally:
+            await connection.close()
+
     async def completion_span(self, side: str) -> float:
         """Return the seconds from the first claim to the last completion, by the database's clock."""
         table = "relay.s2r_relay_dispatch_result" if side == "ours" else "bare.result"
@@ -127,12 +140,12 @@ class Sandboxes:
 
     server: DevServer
     say: Say = lambda _: None
-    _templates: dict[int, str] = field(default_factory=dict)
+    _templates: dict[tuple[int, int | None], str] = field(default_factory=dict)
 
     @asynccontextmanager
-    async def sandbox(self, preload: int = 0) -> AsyncIterator[Sandbox]:
+    async def sandbox(self, preload: int = 0, body_bytes: int | None = None) -> AsyncIterator[Sandbox]:
         """Clone a database that holds `preload` pending jobs, ours and bare; drop it afterwards."""
-        template = await self._template(preload)
+        template = await self._template(preload, body_bytes)
         name = _name("sample")
         await self._create(name, template)
         sandbox = Sandbox(self.server, name, self.say)
@@ -149,18 +162,19 @@ class Sandboxes:
                 await self._drop(name)
         self._templates.clear()
 
-    async def _template(self, preload: int) -> str:
-        if preload not in self._templates:
+    async def _template(self, preload: int, body_bytes: int | None = None) -> str:
+        key = (preload, body_bytes)
+        if key not in self._templates:
             name = _name("template")
             self.say(f"a template with {preload:,} jobs")
             if preload:
                 await self._create(name, await self._template(0))
-                await _fill(Sandbox(self.server, name), preload)
+                await _fill(Sandbox(self.server, name), preload, body_bytes)
             else:
                 await self._create(name, "template1")
                 await _install(self.server, name)
-            self._templates[preload] = name
-        return self._templates[preload]
+            self._templates[key] = name
+        return self._templates[key]
 
     async def _create(self, name: str, template: str) -> None:
         # The checkpoint first: pages that are written after it are not owed a full image in the log once more.
@@ -195,31 +209,24 @@ async def _install(server: DevServer, name: str) -> None:
         await connection.close()
 
 
-_FILL_OURS = """
-select count(*) from relay.enqueue(
-  $1, $2, array_fill($3::text, array[$7::int]), array_fill($4::text, array[$7::int]),
-  array_fill($5::text, array[$7::int]),
-  array_fill($6::bytea, array[$7::int]), array_fill(1::bigint, array[$7::int]),
-  array_fill($8::interval, array[$7::int]), array_fill(null::timestamptz, array[$7::int]),
-  array_fill(null::interval, array[$7::int]))
-"""
-
-
-async def _fill(sandbox: Sandbox, jobs: int) -> None:
+async def _fill(sandbox: Sandbox, jobs: int, body_bytes: int | None) -> None:
     async with (
         sandbox.connections(sandbox.gateway_dsn, 1) as [gateway],
         sandbox.connections(sandbox.admin_dsn, 1) as [admin],
     ):
         for connection in (gateway, admin):
             await connection.execute("set synchronous_commit = off")
+        headers = decode_json(HEADERS.encode())
         left = jobs
         while left:
-            count = min(left, 2000)
-            ids = [new_id() for _ in range(count)]
-            await gateway.fetch(_FILL_OURS, TENANT, ids, RELAY, OPERATION, HEADERS, BODY, count, TTL)
-            await admin.execute(
-                statements.INSERT_MANY, TENANT, ids, RELAY, OPERATION, [HEADERS] * count, [BODY] * count, TTL
-            )
+            count = min(left, 2000 if body_bytes is None else 100)
+            bodies = [BODY if body_bytes is None else os.urandom(body_bytes) for _ in range(count)]
+            requests = [DispatchRequest(RELAY, OPERATION, headers=headers, body=body, ttl=TTL) for body in bodies]
+            ids = await RelayDispatchRepository(gateway, TENANT).enqueue_many(requests)
+            if body_bytes is None:
+                await admin.execute(
+                    statements.INSERT_MANY, TENANT, ids, RELAY, OPERATION, [HEADERS] * count, bodies, TTL
+                )
             left -= count
         # Both sides start with clean pages; the queue is never analyzed, as in use.
         await admin.execute("vacuum")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
@@ -11,7 +12,7 @@ from benchmarks.bare import statements
 from benchmarks.sandbox import RELAY, TENANT, TTL, Connection
 from dispatch_core.ids import new_id
 
-__all__ = ["drain_by_functions", "drain_by_statements"]
+__all__ = ["drain_by_functions", "drain_by_statements", "echo_by_functions"]
 
 _CLAIM: Final = "select * from relay.claim($1, $2, $3, $4, $5, $6)"
 _COMPLETE: Final = "select n, outcome from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)"
@@ -19,7 +20,7 @@ _COMPLETE: Final = "select n, outcome from relay.complete($1, $2, $3, $4, $5, $6
 Round = Callable[[Connection, str, int], Awaitable[list[UUID]]]
 
 
-async def _by_functions(connection: Connection, claimed_by: str, batch: int) -> list[UUID]:
+async def _by_functions(connection: Connection, claimed_by: str, batch: int, *, echo: bool = False) -> list[UUID]:
     jobs = await connection.fetch(_CLAIM, RELAY, [TENANT], batch, claimed_by, new_id(), TTL)
     if not jobs:
         return []
@@ -36,7 +37,7 @@ async def _by_functions(connection: Connection, claimed_by: str, batch: int) -> 
         ["succeeded"] * count,
         [200] * count,
         ["{}"] * count,
-        [b""] * count,
+        [job["body"] for job in jobs] if echo else [b""] * count,
         [None] * count,
         [None] * count,
     )
@@ -58,20 +59,25 @@ async def _by_statements(connection: Connection, claimed_by: str, batch: int) ->
     return ids
 
 
-async def drain_by_functions(connections: list[Connection], batch: int) -> list[UUID]:
+async def drain_by_functions(connections: list[Connection], batch: int, claimed_by: str = "loop") -> list[UUID]:
     """Drain the queue by calls of our SQL functions; return the job ids as they were claimed."""
-    return await _drain(_by_functions, connections, batch)
+    return await _drain(_by_functions, connections, batch, claimed_by)
+
+
+async def echo_by_functions(connections: list[Connection], batch: int) -> list[UUID]:
+    """Do the same, and store each body as the result. `batch` of them have to come with the claim."""
+    return await _drain(partial(_by_functions, echo=True), connections, batch, "loop")
 
 
 async def drain_by_statements(connections: list[Connection], batch: int) -> list[UUID]:
     """Drain the bare queue by the bare statements; return the job ids as they were claimed."""
-    return await _drain(_by_statements, connections, batch)
+    return await _drain(_by_statements, connections, batch, "loop")
 
 
-async def _drain(one_round: Round, connections: list[Connection], batch: int) -> list[UUID]:
+async def _drain(one_round: Round, connections: list[Connection], batch: int, claimed_by: str) -> list[UUID]:
     async def loop(number: int, connection: Connection) -> list[UUID]:
         every: list[UUID] = []
-        while ids := await one_round(connection, f"loop-{number}", batch):
+        while ids := await one_round(connection, f"{claimed_by}-{number}", batch):
             every += ids
         return every
 

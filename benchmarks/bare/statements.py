@@ -8,6 +8,7 @@ __all__ = [
     "CLAIM",
     "CLAIM_AND_COMPLETE_CHANNELS",
     "CLAIM_IDS",
+    "CLAIM_ON_OURS",
     "COMPLETE",
     "COMPLETE_NOTIFY",
     "INSERT",
@@ -41,6 +42,10 @@ from taken t
 cross join lateral (
   select * from bare.request r where r.tenant_id = $1 and r.job_id = t.job_id limit 1) r
 """
+# The same rows by the same statement from our tables, for those whom no policy holds.
+CLAIM_ON_OURS: Final = CLAIM.replace("bare.queue", "relay.s2r_relay_dispatch_queue").replace(
+    "bare.request", "relay.s2r_relay_dispatch_request"
+)
 CLAIM_IDS: Final = f"{_TAKE} returning job_id, fence"
 
 # $1 tenant, $2 job ids, $3 fences, $4 claimed_by, $5 bodies, $6 relay

@@ -5,18 +5,45 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.model import Scenario
-from benchmarks.scenarios import bulk, call, claim, drain, enqueue, wake
+from benchmarks.scenarios import (
+    backlog,
+    big_bodies,
+    bulk,
+    call,
+    claim,
+    drain,
+    drain_two,
+    enqueue,
+    fan_in,
+    flush,
+    idle,
+    listeners,
+    memory,
+    old_snapshot,
+    tenants,
+    wake,
+)
 
 __all__ = ["SCENARIOS"]
 
 SCENARIOS: Final[dict[str, Scenario]] = {
     scenario.name: scenario
     for scenario in (
-        claim.SCENARIO,
         drain.SCENARIO,
+        drain_two.SCENARIO,
         enqueue.SCENARIO,
         bulk.SCENARIO,
         wake.SCENARIO,
         call.SCENARIO,
+        fan_in.SCENARIO,
+        flush.SCENARIO,
+        big_bodies.SCENARIO,
+        old_snapshot.SCENARIO,
+        tenants.SCENARIO,
+        idle.SCENARIO,
+        listeners.SCENARIO,
+        memory.SCENARIO,
+        claim.SCENARIO,
+        backlog.SCENARIO,
     )
 }

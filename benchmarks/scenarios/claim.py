@@ -1,121 +1,195 @@
-"""Claims of one relay by concurrent claimers, each on a connection of its own, until the backlog is taken.
+"""Claims of one relay by concurrent claimers, each on a connection of its own, spread over 1, 2 or 4 processes.
 
 Ours: `RelayDispatchRepository.claim`, so with the objects that a relay gets, always from cursor zero. The bare side
-takes the rows by one statement and reads the request beside them; `bare-ids` leaves the request unread.
+takes the rows by one SKIP LOCKED statement on the twin of the table and reads the requests beside them; `bare-on-ours`
+is the same statement on our own table, as the superuser.
+
+A sample is over after some tenths of a second or when the backlog is taken, and its rate counts until the last claim
+has ended. All samples share one database, ours and bare on tables of their own; before a sample the queue that
+it works on is filled anew, out of a copy, when less than four fifths of it are pending.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from uuid import UUID
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
 
-from benchmarks.bare import statements
-from benchmarks.model import Case, Contender, Figure, Sample, Scenario, check, percentile
-from benchmarks.sandbox import RELAY, TENANT, TTL, Connection, Sandbox
-from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.ids import new_id
+import asyncpg
+
+from benchmarks.child import Child, child
+from benchmarks.claimers import claimers
+from benchmarks.model import Case, CaseResult, Contender, Figure, Plot, Sample, Scenario, Verdict, check, percentile
+from benchmarks.sandbox import Sandbox
 
 __all__ = ["SCENARIO"]
 
+_SECONDS: Final = 0.5
+_MOST_PROCESSES: Final = 4
+# At 64 claimers, of the rate at the best number of claimers.
+_NO_COLLAPSE: Final = 0.5
+
 _OURS = Contender("ours", "ours", "RelayDispatchRepository.claim: one function call, DispatchJob objects")
 _BARE = Contender("bare", "baseline", "one SKIP LOCKED statement on the bare twin of the table, request read beside it")
-_BARE_IDS = Contender("bare-ids", "reference", "the same, returning job id and fence only")
+_ON_OURS = Contender("bare-on-ours", "reference", "the same statement on our own table, as the superuser")
 
-Claim = Callable[[Connection, str, int], Awaitable[list[UUID]]]
+_RATE: Final = Figure("rate", "jobs/s", higher_is_better=True, target=0.90)
 
-
-async def _ours(connection: Connection, claimed_by: str, batch: int) -> list[UUID]:
-    repository = RelayDispatchRepository(connection, TENANT)
-    claimed = await repository.claim(RELAY, claimed_by=claimed_by, limit=batch)
-    return [job.job_id for job in claimed.jobs]
-
-
-def _bare(statement: str) -> Claim:
-    async def claim(connection: Connection, claimed_by: str, batch: int) -> list[UUID]:
-        rows = await connection.fetch(statement, TENANT, RELAY, claimed_by, new_id(), TTL, batch)
-        return [row[0] for row in rows]
-
-    return claim
-
-
-_CLAIMS: dict[str, Claim] = {
-    "ours": _ours,
-    "bare": _bare(statements.CLAIM),
-    "bare-ids": _bare(statements.CLAIM_IDS),
+_TABLES: Final = {
+    "ours": "relay.s2r_relay_dispatch_queue",
+    "bare": "bare.queue",
+    "bare-on-ours": "relay.s2r_relay_dispatch_queue",
 }
 
 
+class _Backlog:
+    """The queues, and how many jobs are pending in each."""
+
+    def __init__(self, sandbox: Sandbox, jobs: int) -> None:
+        self._sandbox = sandbox
+        self._jobs = jobs
+        self._pending: dict[str, int] = {}
+
+    async def fill(self, table: str) -> None:
+        if self._pending.get(table, 0) >= 0.8 * self._jobs:
+            return
+        connection = await asyncpg.connect(self._sandbox.admin_dsn)
+        try:
+            copy = table.replace("relay.", "bare.copy_of_").replace("bare.queue", "bare.copy_of_queue")
+            if table not in self._pending:
+                await connection.execute(f"create table {copy} as select * from {table}")
+            await connection.execute(f"truncate {table}; insert into {table} select * from {copy} order by seq, job_id")
+            await connection.execute(f"vacuum {table}")
+        finally:
+            await connection.close()
+        self._pending[table] = self._jobs
+
+    def pending(self, table: str) -> int:
+        return self._pending[table]
+
+    def taken(self, table: str, jobs: int) -> None:
+        self._pending[table] -= jobs
+
+
+@asynccontextmanager
+async def _processes(sandbox: Sandbox) -> AsyncIterator[list[Child]]:
+    dsns = {"worker": sandbox.worker_dsn, "owner": sandbox.bare_dsn}
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(child(claimers, dsns=dsns)) for _ in range(_MOST_PROCESSES)]
+
+
+@asynccontextmanager
+async def _backlog(sandbox: Sandbox, jobs: int) -> AsyncIterator[_Backlog]:
+    yield _Backlog(sandbox, jobs)
+
+
 async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
-    claimers, batch = case.parameters["claimers"], case.parameters["batch"]
-    claim = _CLAIMS[contender.name]
-    dsn = sandbox.worker_dsn if contender is _OURS else sandbox.bare_dsn
-    taken: list[list[UUID]] = [[] for _ in range(claimers)]
-    times: list[float] = []
-    left = case.jobs
+    parameters, table = case.parameters, _TABLES[contender.name]
+    processes = (await sandbox.keep("processes", lambda: _processes(sandbox)))[: parameters["processes"]]
+    backlog = await sandbox.keep("backlog", lambda: _backlog(sandbox, case.preload))
+    await backlog.fill(table)
 
-    async def claimer(number: int, connection: Connection) -> None:
-        nonlocal left
-        mine = taken[number]
-        while left > 0:
-            left -= batch
-            started = time.perf_counter()
-            ids = await claim(connection, f"claimer-{number}", batch)
-            times.append(time.perf_counter() - started)
-            if not ids:
-                return
-            mine += ids
+    async def ask(**order: Any) -> list[Any]:
+        share = parameters["claimers"] // len(processes)
+        return await asyncio.gather(*(process.ask({**order, "claimers": share}) for process in processes))
 
-    async with sandbox.connections(dsn, claimers) as connections:
-        # Once each, outside the clock: the statement is prepared and the function compiled.
-        await asyncio.gather(*(_warm(connection, contender) for connection in connections))
-        started = time.perf_counter()
-        await asyncio.gather(*(claimer(number, connection) for number, connection in enumerate(connections)))
-        elapsed = time.perf_counter() - started
+    await ask(prepare=contender.name)
+    before = await _claimed(sandbox, table)
+    start = time.monotonic() + 0.03
+    answers = await ask(claim=contender.name, batch=parameters["batch"], start=start, seconds=_SECONDS)
 
-    every = [job_id for ids in taken for job_id in ids]
-    table = "relay.s2r_relay_dispatch_queue" if contender is _OURS else "bare.queue"
-    [row] = await sandbox.fetch(f"select count(*) from {table} where state = 'claimed' and attempt = 1 and fence = 1")
-    checks = check(case.jobs, claimed=len(every), distinct=len(set(every)), stored=row[0])
+    ids = [job_id for answer in answers for job_id in answer["ids"]]
+    times = [seconds for answer in answers for seconds in answer["times"]]
+    checks = check(
+        len(ids),
+        claimed=len(ids),
+        distinct=len(set(ids)),
+        stored=await _claimed(sandbox, table) - before,
+        gone=backlog.pending(table) - await _ready(sandbox, table),
+    )
+    backlog.taken(table, len(ids))
     figures = {
-        "rate": len(every) / elapsed,
+        "rate": len(ids) / (max(answer["ended"] for answer in answers) - start),
         "p50": percentile(times, 0.5) * 1000,
         "p99": percentile(times, 0.99) * 1000,
     }
-    return Sample(figures, checks)
+    return Sample(figures, checks, {"claims": len(times)})
 
 
-async def _warm(connection: Connection, contender: Contender) -> None:
-    # Of a relay that has no jobs: six times, because PostgreSQL settles on a plan at the sixth.
-    for _ in range(6):
-        if contender is _OURS:
-            await RelayDispatchRepository(connection, TENANT).claim("nobody", claimed_by="warm", limit=1)
-        else:
-            statement = statements.CLAIM if contender is _BARE else statements.CLAIM_IDS
-            await connection.fetch(statement, TENANT, "nobody", "warm", new_id(), TTL, 1)
+async def _claimed(sandbox: Sandbox, table: str) -> int:
+    # Each once: a second claim of the same job would have counted its attempt and its fence up.
+    [row] = await sandbox.fetch(f"select count(*) from {table} where state = 'claimed' and attempt = 1 and fence = 1")
+    return int(row[0])
+
+
+async def _ready(sandbox: Sandbox, table: str) -> int:
+    [row] = await sandbox.fetch(f"select count(*) from {table} where state = 'ready' and attempt = 0")
+    return int(row[0])
+
+
+def _across(results: Sequence[CaseResult]) -> list[Verdict]:
+    """Judge each curve as a whole: what is left at the most claimers of the best rate at any number of them."""
+    found = []
+    curves: dict[tuple[int, int], list[CaseResult]] = {}
+    for result in results:
+        curves.setdefault((result.case.parameters["processes"], result.case.parameters["batch"]), []).append(result)
+    for (processes, batch), curve in curves.items():
+        if len(curve) > 2:
+            left = {name: _left(curve, name) for name in ("ours", "bare")}
+            found.append(
+                Verdict(
+                    scenario="claim",
+                    case=f"processes={processes} batch={batch}",
+                    figure=f"rate at {curve[-1].case.parameters['claimers']} claimers / best",
+                    measured=left["ours"],
+                    unit="",
+                    against="",
+                    higher_is_better=True,
+                    target=_NO_COLLAPSE,
+                    beside=f"bare {left['bare']:.2f}",
+                )
+            )
+    return found
+
+
+def _left(curve: Sequence[CaseResult], contender: str) -> float:
+    rates = [result.of(contender, "rate") or 0.0 for result in curve]
+    return rates[-1] / max(rates)
 
 
 def _cases(quick: bool) -> Sequence[Case]:
-    def case(claimers: int, batch: int, jobs: int, preload: int) -> Case:
-        return Case({"claimers": claimers, "batch": batch}, jobs, preload)
-
-    if quick:
-        return [case(1, 1, 500, 10_000), case(4, 100, 10_000, 10_000)]
-    # Fewer jobs where each costs a round trip: a sample need not last longer for it to be steady.
-    sizes = {1: 6_000, 10: 40_000, 100: 100_000, 500: 100_000}
-    return [case(claimers, batch, jobs, 100_000) for claimers in (1, 4, 16) for batch, jobs in sizes.items()]
+    preload = 20_000 if quick else 100_000
+    points = (
+        [(1, 1, 1), (1, 4, 100), (2, 16, 100)]
+        if quick
+        else [
+            (processes, claimers, batch)
+            for processes in (1, 2, 4)
+            for batch in (1, 10, 100, 500)
+            for claimers in (1, 2, 4, 8, 16, 32, 64)
+            if claimers >= processes
+        ]
+    )
+    return [
+        Case({"processes": processes, "claimers": claimers, "batch": batch}, preload, preload)
+        for processes, claimers, batch in points
+    ]
 
 
 SCENARIO = Scenario(
     name="claim",
     title="claims of one relay by concurrent claimers",
     figures=(
-        Figure("rate", "claims/s", higher_is_better=True, target=0.90),
+        _RATE,
         Figure("p50", "ms", higher_is_better=False),
         Figure("p99", "ms", higher_is_better=False),
     ),
-    contenders=(_OURS, _BARE, _BARE_IDS),
+    contenders=(_OURS, _BARE, _ON_OURS),
     cases=_cases,
     run=_run,
+    across=_across,
+    plot=Plot(x="claimers", figure="rate", panels=("batch", "processes")),
+    shared=True,
 )
