@@ -168,8 +168,9 @@ class Scenario:
     """One kind of work.
 
     `run` does one sample in a sandbox and checks it before it returns; the first of `figures` is the main one.
-    `across` judges what several cases say together (how a curve goes). `shared`: all samples have one sandbox, which
+    `across` judges what several cases say together (how a curve goes), `across_targets` tells it for the list. `shared`: all samples have one sandbox, which
     `run` puts in order before each; else each sample has one of its own. `takes_part`: who does which case, if not all.
+    `most_rounds` is for figures that are counts and not times: more rounds would only take longer.
     """
 
     name: str
@@ -179,9 +180,15 @@ class Scenario:
     cases: Callable[[bool], Sequence[Case]]
     run: Callable[[Sandbox, Case, Contender], Awaitable[Sample]]
     across: Callable[[Sequence[CaseResult]], Sequence[Verdict]] = lambda _: ()
+    across_targets: str = ""
     plot: Plot | None = None
     shared: bool = False
     takes_part: Callable[[Case, Contender], bool] = lambda _case, _contender: True
+    most_rounds: int | None = None
+
+    def rounds(self, wanted: int) -> int:
+        """Return how many rounds are taken where so many are asked for."""
+        return wanted if self.most_rounds is None else min(wanted, self.most_rounds)
 
     def figure(self, name: str) -> Figure:
         return next(figure for figure in self.figures if figure.name == name)

@@ -38,8 +38,10 @@ def contenders_of(scenario: Scenario, case: Case, *, quick: bool) -> list[Conten
 
 def count_samples(scenarios: Sequence[Scenario], *, quick: bool, rounds: int) -> int:
     """Return how many samples `run_scenario` will take over all of `scenarios`."""
-    return rounds * sum(
-        len(contenders_of(scenario, case, quick=quick)) for scenario in scenarios for case in scenario.cases(quick)
+    return sum(
+        scenario.rounds(rounds) * len(contenders_of(scenario, case, quick=quick))
+        for scenario in scenarios
+        for case in scenario.cases(quick)
     )
 
 
@@ -63,7 +65,7 @@ async def run_scenario(
             contenders = contenders_of(scenario, case, quick=quick)
             samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
             loads = []
-            for number in range(rounds):
+            for number in range(scenario.rounds(rounds)):
                 loads.append(os.getloadavg()[0])
                 # Whoever comes first in one round comes last in the next: a machine that slows down hits all alike.
                 for contender in contenders if number % 2 == 0 else reversed(contenders):
