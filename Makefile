@@ -7,11 +7,17 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 ARGS ?=
 
+# The peers have an environment of their own, so that what they need cannot clash with what we need. The newest Python,
+# because one of them wants 3.12. Another one: make bench-peers PEERS_PYTHON=/path/to/python3.13
+PEERS_VENV := .venv-peers
+PEERS_PYTHON ?= $(or $(shell for p in python3.14 python3.13 python3.12; do \
+	if $$p -c '' 2>/dev/null; then echo $$p; break; fi; done),$(PYTHON))
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench db clean
+.PHONY: help setup demo test check format bench bench-peers db clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.dev ## make .venv with everything for development
 
@@ -35,11 +41,14 @@ format: $(VENV)/.dev ## rewrite the sources in the project's format
 bench: $(VENV)/.bench ## run the benchmarks, each beside its hand-written baseline
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+bench-peers: $(PEERS_VENV)/.peers ## run other queues beside ours (make bench-peers ARGS='pgqueuer --quick')
+	@$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
+
 db: $(VENV)/.demo ## leave a PostgreSQL server running and print its DSNs (ARGS=--stop ends it)
 	@$(BIN)/python -m dispatch_core.dev.postgres $(ARGS)
 
 clean: ## remove .venv and caches; the development server's data stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
+	rm -rf $(VENV) $(PEERS_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
 
 # --- the environment: plain venv and pip, made anew when pyproject.toml changes -------------------
 
@@ -70,3 +79,13 @@ $(VENV)/.bench: pyproject.toml | $(BIN)/python
 	@echo 'installing what bench needs into $(VENV) …' >&2
 	@$(PIP_INSTALL) -e '.[bench]' >&2
 	@touch $@ $(VENV)/.demo
+
+$(PEERS_VENV)/bin/python:
+	@test -n "$(PEERS_PYTHON)" || { echo "No Python was found. Name one: make bench-peers PEERS_PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo '$(PEERS_PYTHON) -m venv $(PEERS_VENV)' >&2
+	@$(PEERS_PYTHON) -m venv $(PEERS_VENV) >&2
+
+$(PEERS_VENV)/.peers: pyproject.toml | $(PEERS_VENV)/bin/python
+	@echo 'installing what bench-peers needs into $(PEERS_VENV) …' >&2
+	@$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench-peers]' >&2
+	@touch $@
