@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import re
 import struct
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, TypeAlias
@@ -33,12 +34,13 @@ Counts: TypeAlias = "Counter[tuple[str, str]]"
 
 
 class Tap:
-    """The open door; `counts` only grows."""
+    """The open door; `counts` only grows, and so do `times`: when each statement passed, by the monotonic clock."""
 
     def __init__(self, host: str, port: int) -> None:
         self._server = host, port
         self.port = 0
         self.counts: Counts = Counter()
+        self.times: defaultdict[str, list[float]] = defaultdict(list)
 
     def dsn(self, dsn: str) -> str:
         """Return the DSN that leads through here."""
@@ -85,7 +87,7 @@ class Tap:
             body = await reader.readexactly(int.from_bytes(head[1:]) - 4)
             match head[:1]:
                 case b"Q":
-                    self.counts[name, _name(body[:-1])] += 1
+                    self._count(name, _name(body[:-1]))
                 case b"P":
                     statement, text, _ = body.split(b"\0", 2)
                     statements[statement] = _name(text)
@@ -93,9 +95,13 @@ class Tap:
                     portal, statement, _ = body.split(b"\0", 2)
                     portals[portal] = statements.get(statement, "?")
                 case b"E":
-                    self.counts[name, portals.get(body.partition(b"\0")[0], "?")] += 1
+                    self._count(name, portals.get(body.partition(b"\0")[0], "?"))
             to_server.write(head + body)
             await to_server.drain()
+
+    def _count(self, session: str, statement: str) -> None:
+        self.counts[session, statement] += 1
+        self.times[statement].append(time.monotonic())
 
 
 @asynccontextmanager

@@ -42,7 +42,8 @@ async def bare_caller(sandbox: Sandbox) -> AsyncIterator[Call]:
 
         async def call(body: bytes) -> bytes:
             job_id = new_id()
-            future = waiting[job_id] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            waiting[job_id] = future
             calls.append((job_id, body))
             called.set()
             return await future

@@ -156,7 +156,7 @@ async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
 
 
 def _cases(quick: bool) -> Sequence[Case]:
-    return [Case({"in_flight": 2000}, 6_000 if quick else 40_000)]
+    return [Case({"in_flight": 2000}, 4_000 if quick else 40_000)]
 
 
 SCENARIO: Final = Scenario(

@@ -4,9 +4,9 @@ rate     jobs a second of the drain of all of them, by `Relay` with all the tena
          jobs of a single tenant, the same relay otherwise, in the same run. `bare` goes from tenant to tenant by hand,
          claim and complete on two connections, knowing beforehand who has jobs.
 rounds   another relay works on the 100,000 jobs of one tenant (with the small ones on its list) when one job each of
-         some small tenants comes in, one after another. Counted are the relay's claims that were answered from the
-         moment its enqueue had returned until its handler started, the one that brought it included: the most of them.
-         `rounds from call` counts from the start of the enqueue call. The truth lies between: the commit does.
+         some small tenants comes in, every 20 ms, from another process. Counted on the wire are the relay's claims that
+         were sent after its enqueue had returned and before its handler started: the most of any. `rounds from call`
+         counts from the start of the enqueue call. The truth lies between: the commit does.
 idle     claims for each poll of the queue, of a relay with all the tenants and no job, counted on the wire (tap.py) in
          short poll intervals; 1 = one statement for all tenants. Sweeps, probes and others are beside it by name.
 
@@ -24,6 +24,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from benchmarks.bare import statements
+from benchmarks.fleet import Member, fleet
 from benchmarks.model import Case, CheckFailedError, Contender, Figure, Sample, Scenario, check, percentile
 from benchmarks.sandbox import BODY, HEADERS, OPERATION, RELAY, TENANT, TTL, Connection, Sandbox
 from benchmarks.scenarios.drain import CONCURRENCY
@@ -38,6 +39,7 @@ from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
 __all__ = ["SCENARIO"]
 
 _BATCH: Final = 500
+_LONE_EVERY_SECONDS: Final = 0.02
 _POLL_SECONDS: Final = 0.2
 _POLLS: Final = 8
 
@@ -87,48 +89,66 @@ async def _drain(sandbox: Sandbox, tenants: Sequence[str], jobs: int) -> tuple[f
     return jobs / await sandbox.completion_span("ours"), checks
 
 
-async def _lone(sandbox: Sandbox, tenants: Sequence[str], jobs: int) -> dict[str, float]:
-    """Enqueue for small tenants beside the backlog of a large one; return how many rounds each took, at most."""
-    relay = Relay(RELAY, tenants=[TENANT, *tenants], dsn=sandbox.worker_dsn, concurrency=CONCURRENCY)
-    reply, headers = Reply(), decode_json(HEADERS.encode())
-    started: dict[str, tuple[int, float]] = {}
+async def small_tenants(member: Member, *, dsn: str, tenants: list[str]) -> list[list[float]]:
+    """Be a gateway of small tenants: one job each, at intervals; return when each call began and had returned."""
+    headers = decode_json(HEADERS.encode())
+    times = []
+    async with GatewayClient(dsn) as client:
+        await client.tenant(tenants[0]).poll_status(new_id())
+        member.ready()
+        await member.go.wait()
+        for tenant in tenants:
+            called_at = time.monotonic()
+            await client.tenant(tenant).enqueue(RELAY, OPERATION, headers, BODY, ttl=TTL)
+            times.append([called_at, time.monotonic()])
+            await asyncio.sleep(_LONE_EVERY_SECONDS)
+    return times
+
+
+async def _lone(sandbox: Sandbox, tenants: list[str], jobs: int) -> dict[str, float]:
+    """Return how soon jobs of small tenants start beside the backlog of a large one, in claims and in ms."""
+    reply = Reply()
+    started: dict[str, float] = {}
     others = lone_starts = 0
+    all_started = asyncio.Event()
+    async with (
+        fleet(small_tenants, 1, dsn=sandbox.gateway_dsn, tenants=tenants) as gateway,
+        tapped(sandbox.worker_dsn) as tap,
+    ):
+        dsn = tap.dsn(sandbox.worker_dsn)
+        relay = Relay(RELAY, tenants=[TENANT, *tenants], dsn=dsn, concurrency=CONCURRENCY)
 
-    @relay.handler(OPERATION)
-    async def handle(job: DispatchJob) -> Reply:
-        nonlocal others, lone_starts
-        if job.tenant_id == TENANT:
-            others += 1
-        else:
-            lone_starts += 1
-            started[job.tenant_id] = relay.metrics.claims, time.perf_counter()
-        return reply
+        @relay.handler(OPERATION)
+        async def handle(job: DispatchJob) -> Reply:
+            nonlocal others, lone_starts
+            if job.tenant_id == TENANT:
+                others += 1
+            else:
+                lone_starts += 1
+                started[job.tenant_id] = time.monotonic()
+                if lone_starts == len(tenants):
+                    all_started.set()
+            return reply
 
-    rounds, from_call, times = [], [], []
-    async with GatewayClient(sandbox.gateway_dsn) as client:
-        await client.tenant(TENANT).poll_status(new_id())
         async with _running(relay):
-            for tenant in tenants:
-                called_at, called = time.perf_counter(), relay.metrics.claims
-                await client.tenant(tenant).enqueue(RELAY, OPERATION, headers, BODY, ttl=TTL)
-                # It may have started before the reply was here.
-                returned = relay.metrics.claims
-                async with asyncio.timeout(60):
-                    while tenant not in started:  # noqa: ASYNC110
-                        await asyncio.sleep(0.001)
-                claims, at = started[tenant]
-                rounds.append(max(0, claims - returned))
-                from_call.append(claims - called)
-                times.append((at - called_at) * 1000)
+            await gateway.go()
+            async with asyncio.timeout(60):
+                await all_started.wait()
             left = jobs - others
     if left <= 0:
         raise CheckFailedError("the backlog was gone before the last lone job: there was nothing to stand beside")
-    check(len(tenants), lone_starts=lone_starts)
+    check(len(tenants), lone_starts=lone_starts, lone_tenants=len(started))
+    rounds, from_call, waits = [], [], []
+    for tenant, (called_at, returned_at) in zip(tenants, gateway.results[0], strict=True):
+        start = started[tenant]
+        rounds.append(sum(returned_at < sent_at < start for sent_at in tap.times["claim"]))
+        from_call.append(sum(called_at < sent_at < start for sent_at in tap.times["claim"]))
+        waits.append((start - called_at) * 1000)
     return {
         "rounds": max(rounds),
         "rounds from call": max(from_call),
-        "lone p50": percentile(times, 0.5),
-        "lone max": max(times),
+        "lone p50": percentile(waits, 0.5),
+        "lone max": max(waits),
     }
 
 
