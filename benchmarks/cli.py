@@ -114,7 +114,8 @@ def _described(scenario: Scenario) -> str:
         for case in scenario.cases(False)
         if (target := figure.target_at(case)) is not None
     }
-    return f"{scenario.name:13} {scenario.title}; {', '.join(targets) or 'no target, a curve'}"
+    every = [*targets, *filter(None, [scenario.across_targets])]
+    return f"{scenario.name:13} {scenario.title}; {', '.join(every) or 'no target, a curve'}"
 
 
 def _path(chosen: str | None, document: Json) -> Path:

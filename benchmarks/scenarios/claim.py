@@ -190,6 +190,7 @@ SCENARIO = Scenario(
     cases=_cases,
     run=_run,
     across=_across,
+    across_targets="rate at 64 claimers ≥ 0.5 of the best",
     plot=Plot(x="claimers", figure="rate", panels=("batch", "processes")),
     shared=True,
 )
