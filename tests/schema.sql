@@ -344,11 +344,11 @@ CREATE FUNCTION relay.revoke_binding(p_login text, p_kind text, p_tenant text, p
     AS $$ … $$;
 ALTER FUNCTION relay.revoke_binding(p_login text, p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) RETURNS bigint
+CREATE FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$ … $$;
-ALTER FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) OWNER TO relay_api;
+ALTER FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) OWNER TO relay_api;
 
 CREATE FUNCTION relay.row_tenant() RETURNS text
     LANGUAGE sql STABLE
@@ -729,10 +729,10 @@ REVOKE ALL ON FUNCTION relay.return_jobs(p_tenant text, p_at timestamp with time
 
 REVOKE ALL ON FUNCTION relay.revoke_binding(p_login text, p_kind text, p_tenant text, p_relay text) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) TO relay_worker;
-GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) TO relay_operator;
+REVOKE ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) TO relay_worker;
+GRANT ALL ON FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.run_sweeps(p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.run_sweeps(p_relay text, p_limit bigint, p_lease interval, p_keep interval, p_every interval[]) TO relay_gateway;

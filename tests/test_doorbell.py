@@ -82,8 +82,8 @@ async def test_rings_are_gathered_while_one_statement_is_under_way_and_wake_ups_
         [
             ("wake", "acme", "erp", None),
             ("wake", "acme", "crm", None),
-            ("result", "acme", None, job),
-            ("cancel", "acme", "erp", job),
+            ("result", "acme", None, job.hex),
+            ("cancel", "acme", "erp", job.hex),
         ],
     ]
     assert (doorbell.sent, doorbell.lost, doorbell.statements) == (5, 0, 2)
@@ -97,8 +97,11 @@ async def test_a_statement_carries_no_more_than_two_thousand() -> None:
         doorbell.ring_results("acme", job)
     async with running(doorbell):
         pass
-    assert [len(statement) for statement in transport.statements] == [2000, 2000, 500]
-    assert [ring[3] for ring in transport.rings] == jobs
+    # One row, of up to 200 ids, and not one for each.
+    assert [len(statement) for statement in transport.statements] == [10, 10, 3]
+    assert [job for ring in transport.rings for job in ring[3].split(",")] == [job.hex for job in jobs]
+    assert max(len(ring[3]) for ring in transport.rings) == 200 * 33 - 1
+    assert (doorbell.sent, doorbell.statements) == (4500, 3)
 
 
 async def test_where_one_transport_is_down_the_next_one_rings() -> None:
@@ -244,7 +247,7 @@ async def test_ringing_does_not_wait_for_the_disk(durable_database: TestDatabase
     await admin.execute(
         """
         create table written (n int);
-        create or replace function relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[])
+        create or replace function relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[])
         returns bigint language sql security definer as $$ insert into public.written values (1) returning n $$;
         alter function relay.ring owner to current_user
         """

@@ -283,7 +283,7 @@ async def test_a_lease_is_counted_from_the_claim_and_not_from_its_transactions_s
 
 async def _ring_cancel(connection: Any, job_id: Any) -> None:
     await connection.fetchval(
-        "select relay.ring(array['cancel'], array['acme'], array['erp'], array[$1::uuid])", job_id
+        "select relay.ring(array['cancel'], array['acme'], array['erp'], array[$1::text])", job_id.hex
     )
 
 

@@ -47,13 +47,15 @@ begin
   raise exception 'channel kind must be wake (with a relay) or result (without)' using errcode = 'S2020';
 end $$;
 
--- Guarantees: one NOTIFY per channel and 200 job ids, at this transaction's commit. The arrays go side by side:
---   kind 'wake' (tenant, relay), 'cancel' (tenant, relay, job id), 'result' (tenant, job id). Ringing for nothing is harmless.
+-- Guarantees: one NOTIFY a row, at this transaction's commit. The arrays go side by side:
+--   kind 'wake' (tenant, relay, no payload), 'cancel' (tenant, relay, ids), 'result' (tenant, ids). A payload is job ids in 32
+--   lower-case hex digits each, joined by commas: at most 200 of them, 33 bytes each, stay below the 8000 bytes that a NOTIFY
+--   may carry, and nothing else can be sent by way of this function. Ringing for nothing is harmless.
 -- Errors: S2001, S2002; S2003 when the login is not bound to one of the tenants or relays; S2020 an unknown kind, a wake or
---   cancel without a relay. Then nothing is rung.
+--   cancel without a relay, a payload that is not ids. Then nothing is rung.
 -- Locks: the commit takes the database-wide notification lock until its WAL is flushed. Call it with
 --   synchronous_commit = off, after the commit that it tells of.
-create or replace function relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_job_ids uuid[]) returns bigint
+create or replace function relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) returns bigint
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 as $$
@@ -62,22 +64,20 @@ declare
   v_before text;
   v_count bigint := 0;
 begin
-  if not p_kinds <@ array['wake', 'cancel', 'result']
-     or exists (select 1 from unnest(p_kinds, p_relays) as u (kind, relay) where u.kind <> 'result' and coalesce(u.relay, '') = '')
-  then
-    raise exception 'a ring is a wake or cancel, with a relay, or a result' using errcode = 'S2020';
-  end if;
   for v_ring in
-    select r.kind, r.tenant, r.relay, coalesce(string_agg(replace(r.job_id::text, '-', ''), ','), '') as payload
-    from (
-      -- 33 bytes an id: 200 of them stay below the 8000 bytes that a payload may have.
-      select u.kind, u.tenant, u.relay, u.job_id, (row_number() over (partition by u.kind, u.tenant, u.relay) - 1) / 200 as part
-      from (select a.kind, a.tenant, case when a.kind = 'result' then null else a.relay end as relay,
-                   case when a.kind = 'wake' then null else a.job_id end as job_id
-            from unnest(p_kinds, p_tenants, p_relays, p_job_ids) as a (kind, tenant, relay, job_id)) u
-    ) r
-    group by r.kind, r.tenant, r.relay, case when r.kind = 'wake' then 0 else r.part end
+    select r.kind, r.tenant, case when r.kind <> 'result' then coalesce(r.relay, '') end as relay,
+           coalesce(r.payload, '') as payload
+    from unnest(p_kinds, p_tenants, p_relays, p_payloads) as r (kind, tenant, relay, payload)
   loop
+    if v_ring.relay = '' or (case when v_ring.kind = 'wake' then v_ring.payload <> ''
+                                  when v_ring.kind in ('cancel', 'result') then
+                                    octet_length(v_ring.payload) > 6600
+                                    or v_ring.payload !~ '^[0-9a-f]{32}(,[0-9a-f]{32})*\Z'
+                                  else true end)
+    then
+      raise exception 'a ring is a wake or cancel, with a relay, or a result, and its payload 1 to 200 job ids, a wake''s none'
+        using errcode = 'S2020';
+    end if;
     v_before := relay.bind_tenant(v_ring.tenant, v_ring.relay);
     perform pg_notify(
       relay.channel_name(case when v_ring.kind = 'result' then 'result' else 'wake' end,

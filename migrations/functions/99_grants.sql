@@ -17,7 +17,7 @@ end $$;
 
 grant execute on function
   relay.now(), relay.session_age(), relay.my_bindings(), relay.channel(text, text, text),
-  relay.ring(text[], text[], text[], uuid[]), relay.reclaim(text, text[], bigint, interval),
+  relay.ring(text[], text[], text[], text[]), relay.reclaim(text, text[], bigint, interval),
   relay.reclaim_lost(text, text, bigint), relay.expire_late(text, text, bigint), relay.sweep_turn(text, interval),
   relay.sweep_again(text),
   relay.run_sweeps(text, bigint, interval, interval, interval[])

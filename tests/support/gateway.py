@@ -61,12 +61,11 @@ class PlayedRelay:
         return [str(item.outcome) for item in settled]
 
     async def ring_results(self, job_ids: Iterable[UUID]) -> None:
-        ids = list(job_ids)
+        ids = [job_id.hex for job_id in job_ids]
+        payloads = [",".join(ids[start : start + 200]) for start in range(0, len(ids), 200)]
+        count = len(payloads)
         await self.conn.execute(
-            "select relay.ring(array_fill('result'::text, array[cardinality($2::uuid[])]),"
-            " array_fill($1::text, array[cardinality($2)]), array_fill(null::text, array[cardinality($2)]), $2)",
-            self.tenant,
-            ids,
+            "select relay.ring($1, $2, $3, $4)", ["result"] * count, [self.tenant] * count, [None] * count, payloads
         )
 
     async def work(self, limit: int = 100) -> list[DispatchJob]:

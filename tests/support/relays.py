@@ -79,7 +79,7 @@ class Jobs:
     async def ring(self) -> None:
         """Wake the relay, as a gateway does after its commit."""
         await self.connection.fetchval(
-            "select relay.ring(array['wake'], array[$1], array[$2], array[null::uuid])", self.tenant, self.relay_id
+            "select relay.ring(array['wake'], array[$1], array[$2], array[null::text])", self.tenant, self.relay_id
         )
 
     async def status(self, job_id: UUID) -> DispatchStatus:
