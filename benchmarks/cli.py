@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks import known, plots
 from benchmarks.environment import describe
 from benchmarks.loops import run
 from benchmarks.model import CheckFailedError, Json, Scenario
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print_tables(results, console)
     print_summary(results, console)
+    for sentence in known.sentences(document["known"], cores=document["environment"]["cores"]):
+        console.print(f"  {sentence}")
     text = json.dumps(document, indent=2)
     if options.json == "-":
         print(text)
@@ -74,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
         console.print(f"written: {os.path.relpath(path)}")
+        _draw(results, path, console)
     return 0
 
 
@@ -97,12 +101,25 @@ async def measure(
 
         sandboxes = Sandboxes(server, on_preparing)
         try:
+            on_preparing("what plain INSERTs reach here")
+            async with sandboxes.sandbox() as sandbox:
+                plain = await known.plain_inserts(sandbox, seconds=0.3 if quick else 3)
             for scenario in scenarios:
                 result = await run_scenario(scenario, sandboxes, quick=quick, rounds=rounds, on_sample=on_sample)
                 results.append(result)
         finally:
             await sandboxes.close()
-    return as_json(results, environment, started_at=started_at, quick=quick, rounds=rounds), results
+    document = as_json(results, environment, started_at=started_at, quick=quick, rounds=rounds)
+    document["known"] = known.compare(plain, results, cores=environment["cores"])
+    return document, results
+
+
+def _draw(results: Sequence[ScenarioResult], path: Path, console: Console) -> None:
+    try:
+        for drawn in plots.draw_all(results, path):
+            console.print(f"written: {os.path.relpath(drawn)}")
+    except ImportError:
+        console.print("no plots: matplotlib is missing, which is part of the extra `bench`")
 
 
 def _described(scenario: Scenario) -> str:
