@@ -170,7 +170,8 @@ class Scenario:
     `run` does one sample in a sandbox and checks it before it returns; the first of `figures` is the main one.
     `across` judges what several cases say together (how a curve goes), `across_targets` tells it for the list.
     `shared`: all samples have one sandbox, which `run` puts in order before each; else each sample has one of its own.
-    `takes_part`: who does which case, if not all.
+    `takes_part`: who does which case, if not all. `most_rounds` is for figures that are no times: more
+    rounds would only take longer.
     """
 
     name: str

@@ -172,4 +172,5 @@ SCENARIO = Scenario(
     run=_run,
     plot=Plot(x="seconds", y="MB"),
     takes_part=_who,
+    most_rounds=2,
 )
