@@ -82,9 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def measure(
-    scenarios: Sequence[Scenario], server: DevServer, console: Console, *, quick: bool, rounds: int
+    scenarios: Sequence[Scenario],
+    server: DevServer,
+    console: Console,
+    *,
+    quick: bool,
+    rounds: int,
+    inserts_seconds: float = 2.0,
 ) -> tuple[Json, list[ScenarioResult]]:
-    """Run `scenarios` on `server`; return the document and what it was made of."""
+    """Run `scenarios` on `server`; return the document and what it was made of.
+
+    `inserts_seconds`: how long each kind of plain INSERTs is tried beforehand, for what is known of such machines.
+    """
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     environment = await describe(server)
     results: list[ScenarioResult] = []
@@ -103,7 +112,9 @@ async def measure(
         try:
             on_preparing("what plain INSERTs reach here")
             async with sandboxes.sandbox() as sandbox:
-                plain = await known.plain_inserts(sandbox, seconds=0.3 if quick else 3)
+                plain = await known.plain_inserts(
+                    sandbox, seconds=min(inserts_seconds, 0.3) if quick else inserts_seconds
+                )
             for scenario in scenarios:
                 result = await run_scenario(scenario, sandboxes, quick=quick, rounds=rounds, on_sample=on_sample)
                 results.append(result)

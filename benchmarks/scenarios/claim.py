@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import asyncpg
@@ -27,7 +27,6 @@ from benchmarks.sandbox import Sandbox
 __all__ = ["SCENARIO"]
 
 _SECONDS: Final = 0.5
-_MOST_PROCESSES: Final = 4
 # At 64 claimers, of the rate at the best number of claimers.
 _NO_COLLAPSE: Final = 0.5
 
@@ -74,20 +73,17 @@ class _Backlog:
 
 
 @asynccontextmanager
-async def _processes(sandbox: Sandbox) -> AsyncIterator[list[Child]]:
-    dsns = {"worker": sandbox.worker_dsn, "owner": sandbox.bare_dsn}
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(child(claimers, dsns=dsns)) for _ in range(_MOST_PROCESSES)]
-
-
-@asynccontextmanager
 async def _backlog(sandbox: Sandbox, jobs: int) -> AsyncIterator[_Backlog]:
     yield _Backlog(sandbox, jobs)
 
 
 async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
     parameters, table = case.parameters, _TABLES[contender.name]
-    processes = (await sandbox.keep("processes", lambda: _processes(sandbox)))[: parameters["processes"]]
+    dsns = {"worker": sandbox.worker_dsn, "owner": sandbox.bare_dsn}
+    processes: list[Child] = [
+        await sandbox.keep(f"process {number}", lambda: child(claimers, dsns=dsns))
+        for number in range(parameters["processes"])
+    ]
     backlog = await sandbox.keep("backlog", lambda: _backlog(sandbox, case.preload))
     await backlog.fill(table)
 

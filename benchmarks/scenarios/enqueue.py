@@ -2,7 +2,7 @@
 
 Ours: `GatewayClient`, which shares statements between calls and rings (nobody listens here). `function` is what its
 target is held against, the same calls without sharing and without wake-up: our SQL function once a call, by hand, on a
-pool. `bare` is one INSERT into request and queue a call, without function and row security: what they cost is no part of
+pool. `bare` is one INSERT into request and queue a call, without function and row security: what they cost is not in
 the target, so ours is shown against it too.
 """
 
