@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(names) - set(SYSTEMS)):
         print(f"unknown: {', '.join(unknown)}; there are: {', '.join(SYSTEMS)}", file=sys.stderr)
         return 2
-    scenarios = list(dict.fromkeys(_BY_ROW[name] for name in options.row)) if options.row else list(SCENARIOS)
+    asked = {_BY_ROW[name].name for name in options.row} if options.row else set(_SCENARIOS)
+    scenarios = [scenario for scenario in SCENARIOS if scenario.name in asked]
     console = Console(stderr=options.json == "-")
     outcome = Outcome()
     progress = Console(stderr=True)

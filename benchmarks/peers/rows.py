@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,7 +25,7 @@ from benchmarks.peers.model import (
 )
 from benchmarks.peers.processes import Process, process
 
-__all__ = ["FULL", "QUICK", "ROWS", "SCENARIOS", "Run", "Scenario", "Sizes"]
+__all__ = ["FULL", "QUICK", "ROWS", "SCENARIOS", "Run", "Scenario", "Sizes", "counted"]
 
 # From the last handler's start to an empty queue, or from the last enqueue.
 _PATIENCE: Final = 120.0
@@ -90,23 +90,36 @@ class Run:
                 await asyncio.sleep(every)
         return time.monotonic_ns()
 
-    async def checked(self, sent: Mapping[str, Any], *more: Mapping[str, Any], worker: Any) -> dict[str, int]:
+    async def checked(self, sent: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> dict[str, int]:
         """Return the counts when every job that was sent was handled once, and ended well.
 
         Raises: CheckFailedError.
         """
-        wanted: set[int] = set()
-        for entry in (sent, *more):
-            for first, count in (entry["sent"], entry["warm"]):
-                wanted.update(range(first, first + count))
-        numbers: list[int] = worker["numbers"]
-        counts = {"sent": len(wanted), "handled": len(numbers), "distinct": len(wanted.intersection(numbers))}
+        done = None
         if (sql := self.system.done(self.contender)) is not None:
             async with self.database.connection() as connection:
-                counts["done"] = await connection.fetchval(sql)
-        if len(set(counts.values())) != 1:
-            raise CheckFailedError(f"not every job ran exactly once: {counts}")
-        return counts
+                done = await connection.fetchval(sql)
+        return counted(sent, numbers, done)
+
+
+def counted(sent: Sequence[Mapping[str, Any]], numbers: Sequence[int], done: int | None) -> dict[str, int]:
+    """Return the counts when `numbers` are those that the producers sent, each once.
+
+    `sent`: their results, with ranges as first number and count. `done`: how many the system says have ended well,
+    where it keeps them.
+
+    Raises: CheckFailedError.
+    """
+    wanted: set[int] = set()
+    for entry in sent:
+        for first, count in (entry["sent"], entry["warm"]):
+            wanted.update(range(first, first + count))
+    counts = {"sent": len(wanted), "handled": len(numbers), "distinct": len(wanted.intersection(numbers))}
+    if done is not None:
+        counts["done"] = done
+    if len(set(counts.values())) != 1:
+        raise CheckFailedError(f"not every job ran exactly once: {counts}")
+    return counts
 
 
 async def _backlog(run: Run) -> Sample:
@@ -122,7 +135,7 @@ async def _backlog(run: Run) -> Sample:
         await connection.execute("vacuum (analyze)")
         await connection.execute("checkpoint")
     many, seconds = await _worked_off(run, jobs)
-    checks = await run.checked(stored, worker={"numbers": few["numbers"] + many["numbers"]})
+    checks = await run.checked([stored], few["numbers"] + many["numbers"])
     bulk = (stored["ended"] - stored["started"]) / 1e9
     return Sample(
         {"bulk": jobs / bulk, "drain": jobs / (seconds - overhead)}, checks, {"jobs": jobs, "overhead_s": overhead}
@@ -148,7 +161,7 @@ async def _emptied(run: Run, sent: Mapping[str, Any]) -> dict[str, int]:
         await _start(worker)
         await run.until_empty()
         await worker.tell("stop")
-        return await run.checked(sent, worker=await worker.result())
+        return await run.checked([sent], (await worker.result())["numbers"])
 
 
 async def _start(worker: Process) -> None:
@@ -181,7 +194,7 @@ async def _wake(run: Run) -> Sample:
         await run.until_empty()
         await worker.tell("stop")
         handled = await worker.result()
-    checks = await run.checked(sent, worker=handled)
+    checks = await run.checked([sent], handled["numbers"])
     starts = dict(zip(handled["numbers"], handled["times"], strict=True))
     times = [(starts[number] - sent["times"][number]) / 1e6 for number in range(_WARM_WAKES, count)]
     return Sample({"wake-p50": percentile(times, 0.5), "wake-p99": percentile(times, 0.99)}, checks)
@@ -207,7 +220,7 @@ async def _flush(run: Run) -> Sample:
         sent = [await producer.result() for producer in producers]
         await run.until_empty()
         await worker.tell("stop")
-        checks = await run.checked(*sent, worker=await worker.result())
+        checks = await run.checked(sent, (await worker.result())["numbers"])
     seconds = (max(entry["ended"] for entry in sent) - min(entry["started"] for entry in sent)) / 1e9
     return Sample({"flush": sum(entry["sent"][1] for entry in sent) / seconds}, checks)
 
