@@ -41,6 +41,11 @@ TTL: Final = timedelta(days=1)
 T = TypeVar("T")
 Say = Callable[[str], None]
 
+
+def _no_other() -> AbstractAsyncContextManager[Sandbox]:
+    raise NotImplementedError
+
+
 _numbers = itertools.count(1)
 
 
@@ -55,6 +60,8 @@ class Sandbox:
     name: str
     say: Say = lambda _: None
     """Tells the progress bar what is being prepared; never while something is measured."""
+    another: Callable[[], AbstractAsyncContextManager[Sandbox]] = field(kw_only=True, default=_no_other)
+    """Makes one more, empty; for samples that compare two databases."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     _kept: dict[str, Any] = field(default_factory=dict)
 
@@ -148,7 +155,7 @@ class Sandboxes:
         template = await self._template(preload, body_bytes)
         name = _name("sample")
         await self._create(name, template)
-        sandbox = Sandbox(self.server, name, self.say)
+        sandbox = Sandbox(self.server, name, self.say, another=self.sandbox)
         try:
             async with sandbox._stack:
                 yield sandbox
