@@ -185,5 +185,5 @@ SCENARIO: Final = Scenario(
     contenders=(_OURS, _BARE),
     cases=_cases,
     run=_run,
-    plot=Plot("listeners", "ring"),
+    plot=Plot("listeners", ("ring", "wake p50", "drain")),
 )
