@@ -94,11 +94,11 @@ class Figure:
 class Plot:
     """A curve to draw: of `figure` over the cases' parameter `x`, one panel for each value of the `panels` parameters.
 
-    Without a `figure`: of the samples' own curves, `x` and `y` being what the axes say.
+    Several figures have a panel each. Without any: the samples' own curves, `x` and `y` being what the axes say.
     """
 
     x: str
-    figure: str | None = None
+    figure: str | Sequence[str] | None = None
     y: str = ""
     panels: Sequence[str] = ()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.model import CaseResult, Contender, Plot, Point
+from benchmarks.model import CaseResult, Contender, Figure, Plot, Point
 from benchmarks.runner import ScenarioResult
 
 __all__ = ["draw", "draw_all"]
@@ -49,8 +49,8 @@ def draw(result: ScenarioResult, path: Path) -> None:
     rows = -(-len(panels) // columns)
     canvas = Canvas(figsize=(max(5.0 * columns, 6.5), 3.4 * rows + 0.8), layout="constrained")
     axes = canvas.subplots(rows, columns, squeeze=False)
-    for axis, (title, cases) in zip(axes.flat, panels, strict=False):
-        _panel(axis, plot, cases)
+    for axis, (title, cases, figure) in zip(axes.flat, panels, strict=False):
+        _panel(axis, plot, cases, figure)
         axis.set_title(title, fontsize=10)
     for axis in list(axes.flat)[len(panels) :]:
         axis.remove()
@@ -63,30 +63,36 @@ def draw(result: ScenarioResult, path: Path) -> None:
 
 
 def _columns(result: ScenarioResult, plot: Plot) -> int:
-    # Panels of the first parameter side by side, of the next ones below each other.
-    if not plot.panels:
-        return len(result.cases) if not plot.figure else 1
-    return len({case.case.parameters.get(plot.panels[0]) for case in result.cases})
+    # Values of the first parameter side by side, those of the next ones below each other.
+    if plot.panels:
+        return len({case.case.parameters.get(plot.panels[0]) for case in result.cases})
+    return len(_figures(result, plot)) if plot.figure else len(result.cases)
 
 
-def _panels(result: ScenarioResult, plot: Plot) -> Iterator[tuple[str, list[CaseResult]]]:
+def _figures(result: ScenarioResult, plot: Plot) -> list[Figure]:
+    names = [plot.figure] if isinstance(plot.figure, str) else plot.figure or ()
+    return [result.scenario.figure(name) for name in names]
+
+
+def _panels(result: ScenarioResult, plot: Plot) -> Iterator[tuple[str, list[CaseResult], Figure | None]]:
     if not plot.figure:
         for case in result.cases:
-            yield case.case.name.replace("-", "", 1) if case.case.name == "-" else case.case.name, [case]
+            yield "" if case.case.name == "-" else case.case.name, [case], None
         return
-    groups: dict[tuple[int | None, ...], list[CaseResult]] = {}
+    groups: dict[tuple[int, ...], list[CaseResult]] = {}
     for case in result.cases:
-        groups.setdefault(tuple(case.case.parameters.get(name) for name in reversed(plot.panels)), []).append(case)
-    for key in sorted(groups, key=str) if not plot.panels else sorted(groups):
+        groups.setdefault(tuple(case.case.parameters[name] for name in reversed(plot.panels)), []).append(case)
+    for key in sorted(groups):
         named = zip(reversed(plot.panels), key, strict=True)
-        yield ", ".join(f"{name} {value}" for name, value in named), groups[key]
+        for figure in _figures(result, plot):
+            yield ", ".join(f"{name} {value}" for name, value in named), groups[key], figure
 
 
-def _panel(axis: Any, plot: Plot, cases: Sequence[CaseResult]) -> None:
+def _panel(axis: Any, plot: Plot, cases: Sequence[CaseResult], figure: Figure | None) -> None:
     others = iter(_OTHERS * 2)
     for contender in dict.fromkeys(entry.contender for case in cases for entry in case.measured):
         color, dash, marker = _OURS if contender.role == "ours" else next(others)
-        for number, points in enumerate(_lines(plot, cases, contender)):
+        for number, points in enumerate(_lines(plot, cases, contender, figure)):
             axis.plot(
                 [x for x, _ in points],
                 [y for _, y in points],
@@ -96,11 +102,10 @@ def _panel(axis: Any, plot: Plot, cases: Sequence[CaseResult]) -> None:
                 markersize=4,
                 linewidth=1.4,
                 # One line a round where the samples have curves of their own.
-                alpha=1.0 if plot.figure else 0.75,
+                alpha=1.0 if figure else 0.75,
                 label=contender.name if number == 0 else None,
             )
-    if plot.figure:
-        figure = cases[0].scenario.figure(plot.figure)
+    if figure:
         axis.set_ylabel(f"{figure.name}, {figure.unit}")
         values = sorted({case.case.parameters[plot.x] for case in cases})
         if len(values) > 1 and values[0] > 0 and values[-1] / values[0] >= 8:
@@ -120,12 +125,13 @@ def _thousands(value: float, _: object) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:g}"
 
 
-def _lines(plot: Plot, cases: Sequence[CaseResult], contender: Contender) -> Iterator[Sequence[Point]]:
+def _lines(
+    plot: Plot, cases: Sequence[CaseResult], contender: Contender, figure: Figure | None
+) -> Iterator[Sequence[Point]]:
     entries = [(case, entry) for case in cases for entry in case.measured if entry.contender is contender]
-    if not plot.figure:
+    if figure is None:
         for _, entry in entries:
             yield from (sample.curve for sample in entry.samples if sample.curve)
         return
-    figure = cases[0].scenario.figure(plot.figure)
     points = [(case.case.parameters[plot.x], entry.median(figure)) for case, entry in entries]
     yield sorted((float(x), y) for x, y in points if y is not None)

@@ -102,7 +102,8 @@ def _across(results: Sequence[CaseResult]) -> list[Verdict]:
     # The one target in jobs a second, so for machines only on which the loop shows that they can.
     [result] = results
     baseline = result.baseline(RATE)
-    loop, ours = baseline and baseline.median(RATE), result.ours.median(RATE)
+    loop = baseline.median(RATE) if baseline else None
+    ours = result.ours.median(RATE)
     if loop is None or ours is None or loop < _LOOP_REACHES:
         return []
     return [
