@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +16,9 @@ __all__ = ["FORMAT", "as_json", "number", "print_summary", "print_tables"]
 
 FORMAT = 2
 """The version of the JSON document; one more whenever a reader of the last one would misread it."""
+
+
+_LONG: Final = 12
 
 
 def as_json(results: Sequence[ScenarioResult], environment: Json, *, started_at: str, quick: bool, rounds: int) -> Json:
@@ -99,15 +103,19 @@ def print_tables(results: Sequence[ScenarioResult], console: Console) -> None:
     for result in results:
         contenders = list(dict.fromkeys(entry.contender for case in result.cases for entry in case.measured))
         table = Table(title=f"{result.scenario.name}: {result.scenario.title}", title_justify="left")
-        table.add_column("case")
+        table.add_column("case", no_wrap=True)
         table.add_column("figure")
         for contender in contenders:
             table.add_column(contender.name, justify="right")
         table.add_column("ours / best baseline", justify="right")
         table.add_column("target", justify="right")
+        # A long curve has its targets here and everything in the document.
+        figures = result.scenario.figures
+        if len(result.cases) > _LONG:
+            figures = [figure for figure in figures if figure.target is not None] or figures
         for case in result.cases:
             verdicts = {verdict.figure: verdict for verdict in case.verdicts()}
-            for row, figure in enumerate(case.scenario.figures):
+            for row, figure in enumerate(figures):
                 ratio, verdict = case.ratio(figure), verdicts.get(figure.name)
                 table.add_row(
                     case.case.name if row == 0 else "",
@@ -117,6 +125,8 @@ def print_tables(results: Sequence[ScenarioResult], console: Console) -> None:
                     "" if verdict is None else f"{_wanted(verdict)} {_met(verdict)}",
                 )
         console.print(table)
+        if len(figures) < len(result.scenario.figures):
+            console.print("  [dim]the other figures of each case are in the document[/]")
         for contender in contenders:
             console.print(f"  [dim]{contender.name}: {contender.what}[/]")
         console.print()

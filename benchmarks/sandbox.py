@@ -6,7 +6,6 @@ owed a full-page image each, and a sample measures its own work and not that of 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable
@@ -123,16 +122,6 @@ class Sandbox:
             f" (select count(*) from {tables[2]})"
         )
         return {"requests": row[0], "queued": row[1], "succeeded": row[2], "results": row[3]}
-
-    async def until_drained(self, side: str) -> None:
-        """Wait until no job is left in the queue, with a look each tenth of a second  as the superuser."""
-        table = "relay.s2r_relay_dispatch_queue" if side == "ours" else "bare.queue"
-        connection = await asyncpg.connect(self.admin_dsn)
-        try:
-            while await connection.fetchval(f"select exists (select from {table})"):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        finally:
-            await connection.close()
 
     async def completion_span(self, side: str) -> float:
         """Return the seconds from the first claim to the last completion, by the database's clock."""
