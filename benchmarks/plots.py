@@ -116,7 +116,7 @@ def _panel(axis: Any, plot: Plot, cases: Sequence[CaseResult], figure: Figure | 
         axis.set_ylabel(plot.y)
         axis.xaxis.set_major_formatter(_thousands)
     axis.set_xlabel(plot.x)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, axis.get_ylim()[1] * 1.04)
     axis.yaxis.set_major_formatter(_thousands)
     axis.grid(alpha=0.25)
 
