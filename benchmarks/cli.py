@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import known, plots
 from benchmarks.environment import describe
 from benchmarks.loops import run
-from benchmarks.model import CheckFailedError, Json, Scenario
+from benchmarks.model import Json, Scenario
 from benchmarks.report import as_json, print_summary, print_tables
 from benchmarks.runner import ScenarioResult, count_samples, run_scenario
 from benchmarks.sandbox import Sandboxes
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for scenario in SCENARIOS.values():
             print(_described(scenario))
         return 0
+    rounds = options.rounds or (2 if options.quick else 3)
     names = options.scenario or list(SCENARIOS)
     if unknown := sorted(set(names) - set(SCENARIOS)):
         print(f"unknown: {', '.join(unknown)}; there are: {', '.join(SCENARIOS)}", file=sys.stderr)
@@ -58,11 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with start_server(settings=SETTINGS, ephemeral=True) as server:
             document, results = run(
-                measure(
-                    [SCENARIOS[name] for name in names], server, console, quick=options.quick, rounds=options.rounds
-                )
+                measure([SCENARIOS[name] for name in names], server, console, quick=options.quick, rounds=rounds)
             )
-    except (CheckFailedError, ConfigurationError) as error:
+    except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print_tables(results, console)
@@ -78,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path.write_text(text + "\n")
         console.print(f"written: {os.path.relpath(path)}")
         _draw(results, path, console)
-    return 0
+    for name, text in document["failed"].items():
+        print(f"error: {name} has no figures: {text}", file=sys.stderr)
+    return 1 if document["failed"] else 0
 
 
 async def measure(
@@ -92,11 +94,13 @@ async def measure(
 ) -> tuple[Json, list[ScenarioResult]]:
     """Run `scenarios` on `server`; return the document and what it was made of.
 
+    A scenario of which a sample failed has no figures; the document says why, under `failed`.
     `inserts_seconds`: how long each kind of plain INSERTs is tried beforehand, for what is known of such machines.
     """
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     environment = await describe(server)
     results: list[ScenarioResult] = []
+    failed: dict[str, str] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Redrawn between samples only: a bar that moves by itself would take time from what is measured.
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
@@ -116,11 +120,18 @@ async def measure(
                     sandbox, seconds=min(inserts_seconds, 0.3) if quick else inserts_seconds
                 )
             for scenario in scenarios:
-                result = await run_scenario(scenario, sandboxes, quick=quick, rounds=rounds, on_sample=on_sample)
+                try:
+                    result = await run_scenario(scenario, sandboxes, quick=quick, rounds=rounds, on_sample=on_sample)
+                # Whatever it was: this scenario has no figures, and those of the others took half an hour to get.
+                except Exception as error:  # noqa: BLE001
+                    failed[scenario.name] = "".join(traceback.format_exception(error))
+                    console.print(f"[red]{scenario.name} failed: {error!r}[/]", highlight=False)
+                    continue
                 results.append(result)
         finally:
             await sandboxes.close()
     document = as_json(results, environment, started_at=started_at, quick=quick, rounds=rounds)
+    document["failed"] = failed
     document["known"] = known.compare(plain, results, cores=environment["cores"])
     return document, results
 
@@ -159,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, fewer cases: a minute and a half for all of them"
     )
-    parser.add_argument("--rounds", type=_rounds, default=3, help="samples of each contender at each case (3)")
+    parser.add_argument("--rounds", type=_rounds, help="samples of each contender at each case (3; quick: 2)")
     parser.add_argument("--json", metavar="FILE", help="where the document goes; - = standard output")
     parser.add_argument("--list", action="store_true", help="name the scenarios with their targets and end")
     return parser

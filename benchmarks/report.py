@@ -166,7 +166,8 @@ def print_summary(results: Sequence[ScenarioResult], console: Console) -> None:
                 _wanted(worst),
                 _met(worst) if len(group) == 1 else f"{_met(worst)} ({met} of {len(group)})",
             )
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     seconds = ", ".join(f"{result.scenario.name} {result.seconds:.0f}" for result in results)
     console.print(f"seconds taken: {seconds}; together {sum(result.seconds for result in results):.0f}")
 
