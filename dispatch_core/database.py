@@ -7,10 +7,12 @@ a black-holed socket raises no error by itself, and neither `close` nor the pool
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections import deque
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
@@ -294,6 +296,67 @@ async def _watch_socket(conn: Connection) -> None:
 
 # --- the pool -------------------------------------------------------------------------------------------------------
 
+# After so long a connection goes through the driver's pool once, which replaces those that have served many statements.
+_KEPT_SECONDS: Final = 60.0
+
+# As the driver's pool does with those above its smallest size.
+_IDLE_SECONDS: Final = 300.0
+
+
+class _Kept:
+    """A connection of the driver's pool that is lent, or kept for the next one who asks."""
+
+    __slots__ = ("conn", "generation", "pool", "since", "used_at")
+
+    def __init__(self, pool: Any, conn: Connection, generation: int) -> None:
+        self.pool = pool
+        self.conn = conn
+        self.generation = generation
+        self.since = self.used_at = time.monotonic()
+
+
+def _is_open(conn: Connection) -> bool:
+    try:
+        return not conn.is_closed()
+    except asyncpg.InterfaceError:
+        return False  # closed, and taken back by the driver's pool
+
+
+class Lent:
+    """A pooled connection for the length of an `async with`; see `Database.connection`."""
+
+    # A class and not a generator: this stands around every statement.
+    __slots__ = ("_database", "_kept", "_within")
+
+    def __init__(self, database: Database, within: float | None) -> None:
+        self._database = database
+        self._within = within
+        self._kept: _Kept | None = None
+
+    async def __aenter__(self) -> Connection:
+        kept = self._database._take()
+        if kept is None:
+            kept = await self._database._get(self._within)
+        self._kept = kept
+        return kept.conn
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False]:
+        kept, database = self._kept, self._database
+        assert kept is not None
+        if error is None:
+            if not database._keep(kept):
+                await database._put_away(kept)
+            return False
+        ours = translate(error)
+        if isinstance(ours or error, DatabaseUnavailableError):
+            await database._retire(kept)
+        await database._put_away(kept)
+        if ours is not None:
+            raise ours from error
+        return False
+
 
 async def _no_reset(conn: Connection) -> None:
     """Stand in for the pool's reset query, which costs a round trip on every release.
@@ -332,6 +395,14 @@ class Database:
         self._application_name = application_name
         self._pool: Any = None
         self._owns_pool = True
+        # Between its uses a connection stays here and not in the driver's pool, where acquire and release cost as much
+        # as a statement: a task, a shield, three timers. A caller's pool is left as it is: others draw on it too.
+        self._idle: list[_Kept] = []
+        self._waiters: deque[asyncio.Future[_Kept | None]] = deque()
+        self._places = 0
+        """How many connections are lent, kept, or being opened."""
+        self._generation = 0
+        """How often connections have been retired; those of before are not used again."""
 
     @classmethod
     def wrap(cls, pool: Any, *, connect_timeout: float = 10.0, command_timeout: float = 30.0) -> Database:
@@ -390,6 +461,9 @@ class Database:
         pool, self._pool = self._pool, None
         try:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _PUT_AWAY_SECONDS), mapped_errors():
+                while self._idle:
+                    self._places -= 1
+                    await pool.release(self._idle.pop().conn)
                 await pool.close()
         except RelayDispatchError:
             pass  # what cannot be closed in good order is cut below; there is nobody to tell
@@ -409,36 +483,18 @@ class Database:
         """How many connections the pool may have."""
         return self._max_size if self._owns_pool else int(self._pool.get_max_size())
 
-    @contextlib.asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
-        """Lend a pooled connection, with the errors of the block mapped. Not for user code: an `OSError` is taken for
-        the network's.
+    def connection(self, within: float | None = None) -> Lent:
+        """Lend a pooled connection for the length of an `async with`, with the errors of the block mapped. Not for user
+        code: an `OSError` is taken for the network's.
 
         A connection that may be broken does not go back: it is cut, and the pool's other old ones with it, because what
         broke one (a failover, a dead route) has most likely broken them too.
 
+        `within`: seconds to wait for one at most, if that is less than the connect timeout.
+
         Raises: DatabaseUnavailableError where none is free or can be opened in time.
         """
-        pool = self._pool
-        if pool is None:
-            raise DatabaseUnavailableError("this Database is not open")
-        # Not acquire's own timeout, which takes a task for each call.
-        with mapped_errors(connecting=True), anyio.fail_after(self._connect_timeout):
-            conn = await pool.acquire()
-        try:
-            with mapped_errors():
-                yield conn
-        except DatabaseUnavailableError:
-            # asyncpg takes a connection back by itself when it sees it close.
-            with contextlib.suppress(asyncpg.InterfaceError):
-                conn.terminate()
-            await pool.expire_connections()
-            raise
-        finally:
-            # Shielded, or a cancelled block would leave its statement running. The timeout bounds the wait for
-            # asyncpg's cancel request; after it, asyncpg cuts the connection.
-            with anyio.CancelScope(shield=True), contextlib.suppress(asyncpg.InterfaceError, OSError):
-                await pool.release(conn, timeout=_PUT_AWAY_SECONDS)
+        return Lent(self, within)
 
     async def execute(self, sql: str, *args: object) -> list[Any]:
         """Run one statement on a pooled connection, within the command timeout also on a pool that has none.
@@ -446,9 +502,118 @@ class Database:
         Transaction: its own. Raises: as `connection`; ConnectionLostError where there was no answer in time.
         """
         async with self.connection() as conn:
-            with anyio.fail_after(self._command_timeout):
-                rows: list[Any] = await conn.fetch(sql, *args)
+            # The driver's own timer, which it sets anyway, and not one more around it.
+            rows: list[Any] = await conn.fetch(sql, *args, timeout=self._command_timeout)
             return rows
+
+    # What is below is for `Lent`.
+
+    def _take(self) -> _Kept | None:
+        """Return a connection that is kept and usable, without waiting for anything."""
+        while self._idle:
+            kept = self._idle.pop()
+            if _is_open(kept.conn):
+                return kept
+            self._give_up_place()  # the driver has taken it back by itself
+        return None
+
+    async def _get(self, within: float | None) -> _Kept:
+        """Open a connection or wait for one."""
+        pool = self._pool
+        if pool is None:
+            raise DatabaseUnavailableError("this Database is not open")
+        seconds = self._connect_timeout if within is None else min(within, self._connect_timeout)
+        # Not acquire's own timeout, which takes a task for each call.
+        with mapped_errors(connecting=True), anyio.move_on_after(seconds):
+            if self._owns_pool and self._places >= self._max_size:
+                kept = await self._wait_for_place()
+                if kept is not None:
+                    return kept
+            else:
+                self._places += 1
+            try:
+                return _Kept(pool, await pool.acquire(), self._generation)
+            except BaseException:
+                self._give_up_place()
+                raise
+        raise DatabaseUnavailableError("no connection was free, or could be opened, in time; nothing was sent")
+
+    async def _wait_for_place(self) -> _Kept | None:
+        """Wait for a connection that somebody gives back, or (None) for leave to open one."""
+        waiter: asyncio.Future[_Kept | None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            return await waiter
+        except BaseException:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            elif waiter.done() and not waiter.cancelled():
+                # Cancelled in the moment in which it was served: the next one is.
+                kept = waiter.result()
+                if kept is None:
+                    self._give_up_place()
+                elif not self._keep(kept):
+                    self._cut(kept)
+            raise
+
+    def _keep(self, kept: _Kept) -> bool:
+        """Keep a connection that is whole for the next one who asks; False where the driver's pool should see it."""
+        conn, now = kept.conn, time.monotonic()
+        if (
+            not self._owns_pool
+            or self._pool is None
+            or kept.generation != self._generation
+            or now - kept.since > _KEPT_SECONDS
+            or not _is_open(conn)
+            or conn.is_in_transaction()
+        ):
+            return False
+        kept.used_at = now
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(kept)
+                return True
+        self._idle.append(kept)
+        # The one that was used longest ago, as the driver's pool would do it.
+        if now - self._idle[0].used_at > _IDLE_SECONDS and self._places > self._min_size:
+            self._cut(self._idle.pop(0))
+        return True
+
+    async def _put_away(self, kept: _Kept) -> None:
+        """Give a connection back to the driver's pool, which closes it or makes it whole."""
+        pool = kept.pool
+        try:
+            # Shielded, or a cancelled block would leave its statement running. The timeout bounds the wait for
+            # asyncpg's cancel request; after it, asyncpg cuts the connection.
+            with anyio.CancelScope(shield=True), contextlib.suppress(asyncpg.InterfaceError, OSError):
+                await pool.release(kept.conn, timeout=_PUT_AWAY_SECONDS)
+        finally:
+            self._give_up_place()
+
+    async def _retire(self, broken: _Kept) -> None:
+        """Cut a connection that may be broken, and see to it that none of its age is used again."""
+        self._generation += 1
+        with contextlib.suppress(asyncpg.InterfaceError):
+            # asyncpg takes a connection back by itself when it sees it close.
+            broken.conn.terminate()
+        while self._idle:
+            self._cut(self._idle.pop())
+        if self._pool is not None:
+            await self._pool.expire_connections()
+
+    def _cut(self, kept: _Kept) -> None:
+        with contextlib.suppress(asyncpg.InterfaceError):
+            kept.conn.terminate()
+        self._give_up_place()
+
+    def _give_up_place(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._places -= 1
 
     async def connect_dedicated(self, name: str | None = None, *, dsn: str | None = None) -> Connection:
         """Open a connection outside the pool, for the caller to close with `close_connection`.

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 import anyio
+import anyio.lowlevel
 import asyncpg
 import pytest
 
@@ -437,3 +438,50 @@ async def test_a_login_that_bypasses_row_security_is_told_why(
             await close_connection(conn)
     finally:
         await admin.execute(f"drop role {name}")
+
+
+# --- connections that are kept ---
+
+
+async def test_connections_stay_out_of_the_drivers_pool_between_their_uses(database: TestDatabase) -> None:
+    async with Database(database.gateway_dsn, min_size=1, max_size=2) as pool:
+        taken = 0
+        acquire = pool._pool.acquire
+
+        def count() -> object:
+            nonlocal taken
+            taken += 1
+            return acquire()
+
+        pool._pool.acquire = count
+        for _ in range(5):
+            await pool.execute("select 1")
+        assert taken == 1
+
+
+async def test_whoever_waits_for_a_connection_is_served_in_turn_and_a_cancelled_one_takes_none_along(
+    database: TestDatabase,
+) -> None:
+    async with Database(database.gateway_dsn, max_size=1) as pool:
+        served: list[int] = []
+
+        async def use(number: int) -> None:
+            async with pool.connection():
+                served.append(number)
+                await anyio.lowlevel.checkpoint()
+
+        for _ in range(3):
+            async with anyio.create_task_group() as group, pool.connection():
+                with anyio.CancelScope() as scope:
+                    async with anyio.create_task_group() as waiters:
+                        for number in range(3):
+                            waiters.start_soon(use, number)
+                        await anyio.wait_all_tasks_blocked()
+                        scope.cancel()
+                for number in (3, 4, 5):
+                    group.start_soon(use, number)
+                await anyio.wait_all_tasks_blocked()
+            assert served[-3:] == [3, 4, 5]
+        assert pool._places == 1
+        assert (await pool.execute("select 1"))[0][0] == 1
+    assert pool._places == 0
