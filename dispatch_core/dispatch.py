@@ -41,14 +41,14 @@ from dispatch_core.models import (
     Settled,
     WriteOutcome,
 )
-from dispatch_core.requests import MAX_BODY_BYTES, MAX_TTL_SECONDS, EnqueueRow, duration, prepare
+from dispatch_core.requests import MAX_BODY_BYTES, MAX_TTL_SECONDS, EnqueueRow, Preparer, columns, duration, prepare
 
 __all__ = ["EnqueueRow", "RelayDispatchRepository", "prepare"]
 
 MAX_ERROR_BYTES: Final = 4000
 _MAX_KEEP_SECONDS: Final = 10_000 * 86400.0
 
-_ENQUEUE: Final = "select n, inserted from relay.enqueue($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
+_ENQUEUE: Final = "select relay.enqueue($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
 _ENQUEUE_KEYED: Final = (
     "select job_id, duplicate from relay.enqueue_keyed($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
 )
@@ -152,36 +152,29 @@ class RelayDispatchRepository:
         Transaction: joins the caller's, or is one of its own. Requests with an idempotency key are refused here: each
         may have to wait for another transaction, and would hold up the rest. Raises: as `prepare`.
         """
-        rows = [prepare(request) for request in requests]
+        rows = Preparer().rows(requests)
         if any(row.idempotency_key is not None for row in rows):
             raise InvalidInputError("enqueue_many takes no idempotency keys: use enqueue")
         await self.enqueue_rows(rows, notify=notify)
         return [row.job_id for row in rows]
 
-    async def enqueue_rows(self, rows: Sequence[EnqueueRow], *, notify: bool = False) -> list[bool]:
+    async def enqueue_rows(
+        self, rows: Sequence[EnqueueRow], *, notify: bool = False, timeout: float | None = None
+    ) -> list[bool]:
         """Store prepared rows; per row, whether it was new.
 
-        Idempotent: by job id, so that a call whose reply was lost can be made again with the same rows.
+        `timeout`: seconds for the statement, in place of the connection's own. Idempotent: by job id, so that a call
+        whose reply was lost can be made again with the same rows.
         """
         if not rows:
             await self._require_tenant()
             return []
         with mapped_errors():
-            records = await self._conn.fetch(
-                _ENQUEUE,
-                self._tenant,
-                [row.job_id for row in rows],
-                [row.relay_id for row in rows],
-                [row.operation for row in rows],
-                [row.headers for row in rows],
-                [row.body for row in rows],
-                [row.max_attempts for row in rows],
-                [row.ttl for row in rows],
-                [row.expires_at for row in rows],
-                [row.delay for row in rows],
-                notify,
-            )
-        return [record[1] for record in records]
+            known = await self._conn.fetchval(_ENQUEUE, self._tenant, *columns(rows), notify, timeout=timeout)
+        if not known:
+            return [True] * len(rows)
+        there = set(known)
+        return [row.job_id not in there for row in rows]
 
     async def enqueue_keyed_row(
         self, row: EnqueueRow, *, lock_timeout_seconds: float = 5.0, notify: bool = False
@@ -238,19 +231,20 @@ class RelayDispatchRepository:
         return answers
 
     async def poll_page(
-        self, job_ids: Iterable[UUID], *, batch_limit_bytes: int = 4 * 1024 * 1024
+        self, job_ids: Iterable[UUID], *, batch_limit_bytes: int = 4 * 1024 * 1024, timeout: float | None = None
     ) -> tuple[dict[UUID, DispatchResult | MalformedHeadersError], list[UUID]]:
         """Return, by one statement, where jobs stand, and the ids to ask for again.
 
         Results come until their bodies and headers fill `batch_limit_bytes`; the first one always comes, and ids that
-        are left over are of jobs that have ended. As `poll_many` otherwise.
+        are left over are of jobs that have ended. `timeout`: seconds, in place of the connection's own. As `poll_many`
+        otherwise.
         """
         ids = list(dict.fromkeys(job_ids))
         if not ids:
             await self._require_tenant()
             return {}, []
         with mapped_errors(job_id=ids[0] if len(ids) == 1 else None):
-            records = await self._conn.fetch(_POLL, self._tenant, ids, batch_limit_bytes)
+            records = await self._conn.fetch(_POLL, self._tenant, ids, batch_limit_bytes, timeout=timeout)
         return read.results(records, ids)
 
     async def mark_expired(self, job_id: UUID) -> int:
@@ -260,10 +254,15 @@ class RelayDispatchRepository:
         """
         return len(await self.mark_expired_many([job_id]))
 
-    async def mark_expired_many(self, job_ids: Sequence[UUID]) -> list[tuple[EndedJob, bool]]:
-        """Withdraw jobs; return those that this call ended, and whether a relay was at work on each."""
+    async def mark_expired_many(
+        self, job_ids: Sequence[UUID], *, timeout: float | None = None
+    ) -> list[tuple[EndedJob, bool]]:
+        """Withdraw jobs; return those that this call ended, and whether a relay was at work on each.
+
+        `timeout`: seconds, in place of the connection's own.
+        """
         with mapped_errors():
-            records = await self._conn.fetch(_MARK_EXPIRED, self._tenant, job_ids)
+            records = await self._conn.fetch(_MARK_EXPIRED, self._tenant, job_ids, timeout=timeout)
         return [
             (EndedJob(record[4], record[2], job_ids[record[0] - 1], DispatchStatus.EXPIRED), record[3])
             for record in records

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from dispatch_core import codec
@@ -17,7 +18,16 @@ from dispatch_core.errors import InvalidDeadlineError, InvalidInputError
 from dispatch_core.ids import new_id
 from dispatch_core.models import DispatchRequest
 
-__all__ = ["DEFAULT_TTL_SECONDS", "MAX_BODY_BYTES", "MAX_TTL_SECONDS", "EnqueueRow", "duration", "prepare"]
+__all__ = [
+    "DEFAULT_TTL_SECONDS",
+    "MAX_BODY_BYTES",
+    "MAX_TTL_SECONDS",
+    "EnqueueRow",
+    "Preparer",
+    "columns",
+    "duration",
+    "prepare",
+]
 
 DEFAULT_TTL_SECONDS: Final = 300.0
 MAX_TTL_SECONDS: Final = 7 * 86400.0
@@ -71,7 +81,134 @@ class EnqueueRow:
         return len(self.body) + len(self.headers) + 200
 
 
-_DEFAULT_TTL: Final = timedelta(seconds=DEFAULT_TTL_SECONDS)
+def columns(rows: Sequence[EnqueueRow]) -> tuple[object, ...]:
+    """Return rows as the arrays of `relay.enqueue`: a value that all have is sent once, or not at all where it is the
+    function's default. (Bodies are not compared: they hardly ever are the same.)"""
+    if len(rows) == 1:
+        row = rows[0]
+        return (
+            [row.job_id],
+            [row.relay_id],
+            [row.operation],
+            None if row.headers == "{}" else [row.headers],
+            [row.body],
+            None if row.max_attempts == 1 else [row.max_attempts],
+            None if row.ttl is None else [row.ttl],
+            None if row.expires_at is None else [row.expires_at],
+            None if row.delay is None else [row.delay],
+        )
+    return (
+        [row.job_id for row in rows],
+        _one_or_all([row.relay_id for row in rows]),
+        _one_or_all([row.operation for row in rows]),
+        _one_or_all([row.headers for row in rows], "{}"),
+        [row.body for row in rows],
+        _one_or_all([row.max_attempts for row in rows], 1),
+        _one_or_all([row.ttl for row in rows], None),
+        _one_or_all([row.expires_at for row in rows], None),
+        _one_or_all([row.delay for row in rows], None),
+    )
+
+
+_NO_DEFAULT: Final = object()
+
+
+def _one_or_all(values: list[Any], default: object = _NO_DEFAULT) -> list[Any] | None:
+    first = values[0]
+    # The last one first: where values differ, it mostly does.
+    if values[-1] != first or values.count(first) != len(values):
+        return values
+    return None if first == default else [first]
+
+
+class Preparer:
+    """Checks requests against limits and turns them into rows, each with a new job id.
+
+    Neighbours have much in common, so what was checked last is not checked again; only where it is the very same object
+    and cannot have changed.
+    """
+
+    __slots__ = ("_default_ttl", "_max_body_bytes", "_max_ttl_seconds", "_ttl", "_ttl_given")
+
+    def __init__(
+        self,
+        *,
+        default_ttl_seconds: float = DEFAULT_TTL_SECONDS,
+        max_ttl_seconds: float = MAX_TTL_SECONDS,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self._default_ttl = timedelta(seconds=default_ttl_seconds)
+        self._max_ttl_seconds = max_ttl_seconds
+        self._max_body_bytes = max_body_bytes
+        # Kept alive by this reference, so nothing else can have its identity.
+        self._ttl_given: object = None
+        self._ttl = self._default_ttl
+
+    def row(self, request: DispatchRequest) -> EnqueueRow:
+        """Prepare one. Raises: as `prepare`."""
+        return self._row(_checked(request), codec.encode_headers(request.headers))
+
+    def rows(self, requests: Iterable[DispatchRequest]) -> list[EnqueueRow]:
+        """Prepare many at once. Raises: as `prepare`."""
+        if not isinstance(requests, (list, tuple)):
+            # A generator may give the same map again with something else in it.
+            return [self.row(request) for request in requests]
+        rows: list[EnqueueRow] = []
+        given: object = None
+        encoded = "{}"
+        for request in requests:
+            headers = _checked(request).headers
+            if headers is not given:
+                encoded = codec.encode_headers(headers)
+                given = headers if headers.__class__ is dict else None
+            rows.append(self._row(request, encoded))
+        return rows
+
+    def _row(self, request: DispatchRequest, headers: str) -> EnqueueRow:
+        attempts = request.max_attempts
+        if attempts.__class__ is not int or not 1 <= attempts < 2**31:
+            raise InvalidInputError(f"max_attempts must be a whole number from 1 up, not {attempts!r}")
+        ttl: timedelta | None = None
+        if request.expires_at is not None:
+            if request.ttl is not None:
+                raise InvalidDeadlineError("give ttl or expires_at, not both")
+            _check_expires_at(request.expires_at, self._max_ttl_seconds)
+        elif request.ttl is None:
+            ttl = self._default_ttl
+        elif request.ttl is self._ttl_given:
+            ttl = self._ttl
+        else:
+            ttl = duration("ttl", request.ttl, self._max_ttl_seconds)
+            if not ttl:
+                raise InvalidDeadlineError("ttl must be positive")
+            self._ttl_given, self._ttl = request.ttl, ttl
+        delay = None
+        if request.delay is not None:
+            delay = duration("delay", request.delay, self._max_ttl_seconds)
+            if ttl is not None and delay >= ttl:
+                raise InvalidDeadlineError(
+                    f"a delay of {delay.total_seconds():g} s reaches the deadline, after {ttl.total_seconds():g} s: "
+                    "the job could never run"
+                )
+        key = request.idempotency_key
+        return EnqueueRow(
+            new_id(),
+            codec.check_name("relay_id", request.relay_id),
+            codec.check_name("operation", request.operation),
+            headers,
+            codec.encode_body(request.body, request.json, max_bytes=self._max_body_bytes),
+            attempts,
+            ttl,
+            request.expires_at,
+            delay,
+            None if key is None else codec.check_name("idempotency_key", key),
+        )
+
+
+def _checked(request: DispatchRequest) -> DispatchRequest:
+    if not isinstance(request, DispatchRequest):
+        raise InvalidInputError(f"a request must be a DispatchRequest, not {type(request).__name__}")
+    return request
 
 
 def prepare(
@@ -86,41 +223,10 @@ def prepare(
     Raises: InvalidNameError, InvalidHeadersError, InvalidBodyError, InvalidDeadlineError, InvalidInputError; all before
     any SQL.
     """
-    if not isinstance(request, DispatchRequest):
-        raise InvalidInputError(f"a request must be a DispatchRequest, not {type(request).__name__}")
-    attempts = request.max_attempts
-    if attempts.__class__ is not int or not 1 <= attempts < 2**31:
-        raise InvalidInputError(f"max_attempts must be a whole number from 1 up, not {attempts!r}")
-    ttl: timedelta | None = None
-    if request.expires_at is not None:
-        if request.ttl is not None:
-            raise InvalidDeadlineError("give ttl or expires_at, not both")
-        _check_expires_at(request.expires_at, max_ttl_seconds)
-    elif request.ttl is None:
-        ttl = _DEFAULT_TTL if default_ttl_seconds == DEFAULT_TTL_SECONDS else timedelta(seconds=default_ttl_seconds)
-    else:
-        ttl = duration("ttl", request.ttl, max_ttl_seconds)
-        if not ttl:
-            raise InvalidDeadlineError("ttl must be positive")
-    delay = None if request.delay is None else duration("delay", request.delay, max_ttl_seconds)
-    if delay is not None and ttl is not None and delay >= ttl:
-        raise InvalidDeadlineError(
-            f"a delay of {delay.total_seconds():g} s reaches the deadline, after {ttl.total_seconds():g} s: "
-            "the job could never run"
-        )
-    key = request.idempotency_key
-    return EnqueueRow(
-        new_id(),
-        codec.check_name("relay_id", request.relay_id),
-        codec.check_name("operation", request.operation),
-        codec.encode_headers(request.headers),
-        codec.encode_body(request.body, request.json, max_bytes=max_body_bytes),
-        attempts,
-        ttl,
-        request.expires_at,
-        delay,
-        None if key is None else codec.check_name("idempotency_key", key),
+    preparer = Preparer(
+        default_ttl_seconds=default_ttl_seconds, max_ttl_seconds=max_ttl_seconds, max_body_bytes=max_body_bytes
     )
+    return preparer.row(request)
 
 
 def duration(name: str, value: object, limit_seconds: float) -> timedelta:

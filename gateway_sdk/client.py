@@ -25,6 +25,7 @@ from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import ClientClosedError, ConfigurationError
 from dispatch_core.listener import Listener
 from dispatch_core.migrate import check_schema
+from dispatch_core.requests import Preparer
 from dispatch_core.tenancy import warn_if_bypassing
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.direct import DirectStatements
@@ -188,7 +189,12 @@ class GatewayClient:
         direct = DirectStatements(database, settings)
         channels = ResultChannels(database, listener, settings, tasks.start_soon)
         waiter = ResultWaiter(lanes, channels, listener, settings, counters)
-        return Runtime(settings, database, listener, doorbell, lanes, direct, channels, waiter, counters)
+        preparer = Preparer(
+            default_ttl_seconds=settings.default_ttl_seconds,
+            max_ttl_seconds=settings.max_ttl_seconds,
+            max_body_bytes=settings.core.max_body_bytes,
+        )
+        return Runtime(settings, preparer, database, listener, doorbell, lanes, direct, channels, waiter, counters)
 
     async def _wind_down(
         self,

@@ -9,22 +9,83 @@ from typing import Final, TypeVar
 from uuid import UUID
 
 import anyio
+import anyio.lowlevel
 
 from dispatch_core.backoff import Backoff
 from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
-from dispatch_core.errors import DatabaseBusyError, DatabaseUnavailableError, MalformedHeadersError
-from dispatch_core.models import DispatchResult
+from dispatch_core.errors import (
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    InvalidInputError,
+    MalformedHeadersError,
+    RelayDispatchError,
+)
+from dispatch_core.models import DispatchRequest, DispatchResult
+from dispatch_core.requests import Preparer
 from gateway_sdk.lanes import bounded
 from gateway_sdk.settings import GatewaySettings
 
-__all__ = ["DirectStatements"]
+__all__ = ["DirectStatements", "Load"]
 
 Answer = TypeVar("Answer")
 
 _LOCK_TIMEOUT: Final = "55P03"
 _BUSY_TRIES: Final = 5
-_CHUNK_ROWS: Final = 5000
+_CHUNK_ROWS: Final = 1000
+_SLICE_ROWS: Final = 100
+
+
+class Load:
+    """Requests of one `enqueue_many`, prepared chunk by chunk; chunks stay, so that all can be sent again."""
+
+    def __init__(self, preparer: Preparer, requests: Sequence[DispatchRequest], limit_bytes: int) -> None:
+        """Prepare the first chunk. A chunk is one statement, bounded by rows and by bytes. Raises: as `prepare`."""
+        self._preparer = preparer
+        self._requests = requests
+        self._limit = limit_bytes
+        self._next = 0
+        self._open: list[EnqueueRow] = []
+        self._open_bytes = 0
+        self.chunks: list[list[EnqueueRow]] = []
+        while self._take_slice():
+            pass
+
+    @property
+    def is_whole(self) -> bool:
+        """Every request is in a chunk."""
+        return self._next == len(self._requests)
+
+    @property
+    def rows(self) -> list[EnqueueRow]:
+        return [row for chunk in self.chunks for row in chunk]
+
+    async def prepare_chunk(self) -> None:
+        """Prepare one more chunk, with pauses in which others run and bytes leave. Raises: as `prepare`."""
+        await anyio.lowlevel.checkpoint()
+        while self._take_slice():
+            await anyio.lowlevel.checkpoint()
+
+    def _take_slice(self) -> bool:
+        """Prepare some rows more; False when that has closed a chunk."""
+        upto = min(self._next + _SLICE_ROWS, len(self._requests))
+        before = len(self.chunks)
+        for row in self._preparer.rows(self._requests[self._next : upto]):
+            if row.idempotency_key is not None:
+                raise InvalidInputError("enqueue_many takes no idempotency keys: use enqueue")
+            size = row.size
+            if self._open and (self._open_bytes + size > self._limit or len(self._open) == _CHUNK_ROWS):
+                self._close_chunk()
+            self._open.append(row)
+            self._open_bytes += size
+        self._next = upto
+        if upto == len(self._requests) or len(self._open) == _CHUNK_ROWS:
+            self._close_chunk()
+        return len(self.chunks) == before
+
+    def _close_chunk(self) -> None:
+        self.chunks.append(self._open)
+        self._open, self._open_bytes = [], 0
 
 
 class DirectStatements:
@@ -58,21 +119,46 @@ class DirectStatements:
 
         return await self._repeat(attempt, give_up_at, row.job_id)
 
-    async def enqueue_many(self, tenant: str, rows: Sequence[EnqueueRow], give_up_at: float) -> int:
-        """Store all rows or none; return how many statements that took."""
-        chunks = self.chunks(rows)
+    async def enqueue_many(self, tenant: str, load: Load, give_up_at: float) -> int:
+        """Store all rows or none; return how many statements that took.
+
+        While the server works on one chunk, the next one is prepared.
+        """
 
         async def store(conn: Connection) -> None:
             repository = RelayDispatchRepository(conn, tenant)
-            if len(chunks) == 1:
-                await repository.enqueue_rows(chunks[0])
+            if load.is_whole and len(load.chunks) == 1:
+                await repository.enqueue_rows(load.chunks[0])
                 return
             async with conn.transaction():
-                for chunk in chunks:
-                    await repository.enqueue_rows(chunk)
+                number = 0
+                while number < len(load.chunks):
+                    await self._send_and_prepare(repository, load, number)
+                    number += 1
 
         await self._repeat(lambda seconds: bounded(self._database, seconds, store), give_up_at)
-        return len(chunks)
+        return len(load.chunks)
+
+    async def _send_and_prepare(self, repository: RelayDispatchRepository, load: Load, number: int) -> None:
+        error: RelayDispatchError | None = None
+
+        async def send() -> None:
+            nonlocal error
+            try:
+                await repository.enqueue_rows(load.chunks[number])
+            except RelayDispatchError as raised:  # as itself, and not in a group
+                error = raised
+
+        invalid: RelayDispatchError | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(send)
+            if number + 1 == len(load.chunks) and not load.is_whole:
+                try:
+                    await load.prepare_chunk()
+                except RelayDispatchError as raised:
+                    invalid = raised
+        if error is not None or invalid is not None:
+            raise error or invalid  # type: ignore[misc]
 
     async def poll_many(
         self, tenant: str, job_ids: Iterable[UUID]
@@ -97,19 +183,6 @@ class DirectStatements:
             results.update(page)
             left[: len(chunk)] = again
         return results
-
-    def chunks(self, rows: Sequence[EnqueueRow]) -> list[Sequence[EnqueueRow]]:
-        """Cut rows into statements of bounded size; one transaction then holds them together."""
-        limit = self._settings.enqueue_batch_bytes
-        chunks: list[Sequence[EnqueueRow]] = []
-        start = size = 0
-        for n, row in enumerate(rows):
-            if n > start and (size + row.size > limit or n - start >= _CHUNK_ROWS):
-                chunks.append(rows[start:n])
-                start, size = n, 0
-            size += row.size
-        chunks.append(rows[start:])
-        return chunks
 
     async def _repeat(
         self, attempt: Callable[[float], Awaitable[Answer]], give_up_at: float, job_id: UUID | None = None

@@ -25,11 +25,11 @@ from dispatch_core.errors import (
     ConnectionLostError,
     DatabaseBusyError,
     DatabaseUnavailableError,
-    MalformedHeadersError,
     RelayDispatchError,
     TenancyError,
 )
-from dispatch_core.models import DispatchResult, EndedJob
+from dispatch_core.models import DispatchResult
+from dispatch_core.ring_inside import RingInside
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.settings import GatewaySettings
 
@@ -146,7 +146,9 @@ class Lanes:
         self._settings = settings
         self._counters = counters
         # Polls never take all connections: what they ask for can wait, and an enqueue cannot.
-        self._polls = anyio.Semaphore(max(1, database.max_size // 2))
+        # (Fast: without a turn of the event loop where one is free.)
+        self._polls = anyio.Semaphore(max(1, database.max_size // 2), fast_acquire=True)
+        self._ring_inside = RingInside()
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
         self.poll = TenantLanes[UUID, Polled](start_soon, self._make_poll)
         self.expire = TenantLanes[Withdrawal, int](start_soon, self._make_expire)
@@ -169,27 +171,33 @@ class Lanes:
 
     def _make_enqueue(self, tenant: str) -> Batcher[EnqueueItem, bool]:
         async def flush(items: list[EnqueueItem]) -> Sequence[bool | Exception]:
-            return await self._send_enqueue(tenant, items)
+            is_alone = lane.in_flight == 1 and not lane.pending
+            return await self._send_enqueue(tenant, items, is_alone)
 
-        return Batcher(
+        lane = Batcher(
             flush,
             max_items=self._settings.enqueue_batch_items,
             max_bytes=self._settings.enqueue_batch_bytes,
             concurrency=self._settings.enqueue_concurrency,
             splits=_is_fault_of_one_row,
         )
+        return lane
 
-    async def _send_enqueue(self, tenant: str, items: list[EnqueueItem]) -> Sequence[bool | Exception]:
-        """Store the rows, the same ones again after a fault that may pass, each until its sender has given up."""
-        backoff = Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
+    async def _send_enqueue(self, tenant: str, items: list[EnqueueItem], is_alone: bool) -> Sequence[bool | Exception]:
+        """Store the rows, the same ones again after a fault that may pass, each until its sender has given up.
+
+        `is_alone`: this one row is all that its tenant enqueues at this moment.
+        """
+        backoff: Backoff | None = None
         answers: dict[UUID, bool | Exception] = {}
         patience = _Patience(items)
         try:
             while left := patience.left():
                 try:
-                    inserted = await self._store(tenant, left, patience.attempt_seconds())
+                    inserted = await self._store(tenant, left, patience.attempt_seconds(), is_alone)
                 except (DatabaseUnavailableError, DatabaseBusyError) as error:
                     patience.last_error = error
+                    backoff = backoff or Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
                     if isinstance(error, DatabaseBusyError) and backoff.attempt + 1 >= _BUSY_TRIES:
                         answers.update((item.row.job_id, error) for item in left)
                         break
@@ -205,15 +213,22 @@ class Lanes:
         # (False is an answer: the row was there, from a try whose reply was lost.)
         return [answers[item.row.job_id] if item.row.job_id in answers else patience.gave_up() for item in items]
 
-    async def _store(self, tenant: str, items: list[EnqueueItem], seconds: float) -> list[bool]:
-        async def store(conn: Connection) -> list[bool]:
-            return await RelayDispatchRepository(conn, tenant).enqueue_rows([item.row for item in items])
-
-        inserted = await bounded(self._database, seconds, store)
+    async def _store(self, tenant: str, items: list[EnqueueItem], seconds: float, is_alone: bool) -> list[bool]:
+        rings = is_alone and items[0].notify and self._ring_inside.allows()
+        until = time.monotonic() + seconds
+        async with self._database.connection(seconds) as conn:
+            sent_at = time.monotonic()
+            inserted = await RelayDispatchRepository(conn, tenant).enqueue_rows(
+                [item.row for item in items], notify=rings, timeout=max(0.001, until - sent_at)
+            )
+        if is_alone:
+            self._ring_inside.took(time.monotonic() - sent_at, rings)
         self._counters.enqueued += len(items)
         self._counters.enqueue_statements += 1
-        for relay_id in {item.row.relay_id for item in items if item.notify}:
-            self._doorbell.ring_relay(tenant, relay_id)
+        # A row that was there already comes from a try whose reply was lost, and which may not have rung.
+        if not (rings and inserted[0]):
+            for relay_id in {item.row.relay_id for item in items if item.notify}:
+                self._doorbell.ring_relay(tenant, relay_id)
         return inserted
 
     # --- poll ---
@@ -230,26 +245,25 @@ class Lanes:
         )
 
     async def _send_poll(self, tenant: str, job_ids: list[UUID]) -> Sequence[Polled | Exception]:
-        sent_at = 0.0
-
-        async def read(conn: Connection) -> tuple[dict[UUID, DispatchResult | MalformedHeadersError], list[UUID]]:
-            nonlocal sent_at
-            sent_at = time.monotonic()
-            return await RelayDispatchRepository(conn, tenant).poll_page(job_ids)
-
-        backoff = Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
+        backoff: Backoff | None = None
         until = time.monotonic() + self._settings.poll_timeout_seconds
         while True:
             try:
-                async with self._polls:
-                    results, left = await bounded(self._database, until - time.monotonic(), read)
+                async with self._polls, self._database.connection(until - time.monotonic()) as conn:
+                    sent_at = time.monotonic()
+                    results, left = await RelayDispatchRepository(conn, tenant).poll_page(
+                        job_ids, timeout=max(0.001, until - sent_at)
+                    )
                 break
             except (DatabaseUnavailableError, DatabaseBusyError):
                 # After a restart every pooled connection is dead, and the second try finds a new one.
+                backoff = backoff or Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
                 pause = backoff.next()
                 if backoff.attempt > _POLL_REPEATS or time.monotonic() + pause >= until:
                     raise
             await anyio.sleep(pause)
+        if len(job_ids) == 1:
+            self._ring_inside.round_trip(time.monotonic() - sent_at)
         self._counters.polled += len(job_ids) - len(left)
         self._counters.poll_statements += 1
         # Not asked for here: each page is answered when it is there, and has a statement and a timeout of its own.
@@ -281,13 +295,12 @@ class Lanes:
 
     async def _send_expire(self, tenant: str, items: list[Withdrawal]) -> Sequence[int | Exception]:
         job_ids = [item.job_id for item in items]
-
-        async def end(conn: Connection) -> list[tuple[EndedJob, bool]]:
-            return await RelayDispatchRepository(conn, tenant).mark_expired_many(job_ids)
-
         # No longer than the most patient waits: what gathers behind it must have its turn in time.
-        patience = max(item.give_up_at for item in items) - time.monotonic()
-        ended = await bounded(self._database, patience, end)
+        until = max(item.give_up_at for item in items)
+        async with self._database.connection(until - time.monotonic()) as conn:
+            ended = await RelayDispatchRepository(conn, tenant).mark_expired_many(
+                job_ids, timeout=max(0.001, until - time.monotonic())
+            )
         withdrawn = set()
         for job, was_claimed in ended:
             withdrawn.add(job.job_id)
@@ -309,14 +322,10 @@ async def bounded(database: Database, seconds: float, run: Callable[[Connection]
     and then the connection is not used again.
     """
     until = anyio.current_time() + seconds
-    with anyio.move_on_at(until) as getting:
-        async with database.connection() as conn:
-            # From here on the inner one alone, so that what it ends is raised within the block.
-            getting.deadline = math.inf
-            with anyio.move_on_at(until):
-                return await run(conn)
-            raise ConnectionLostError("PostgreSQL did not answer in time")
-    raise DatabaseUnavailableError("no connection was free in time; nothing was sent")
+    async with database.connection(seconds) as conn:
+        with anyio.move_on_at(until):
+            return await run(conn)
+        raise ConnectionLostError("PostgreSQL did not answer in time")
 
 
 def _is_fault_of_one_row(error: RelayDispatchError) -> bool:
@@ -338,7 +347,9 @@ class _Patience:
         self._waiting = items
         self.last_error: RelayDispatchError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._arm(time.monotonic())
+        # One alone is bounded by its statement's own timeout and by the loop around it.
+        if len(items) > 1:
+            self._arm(time.monotonic())
 
     def left(self) -> list[EnqueueItem]:
         """Return those that have not given up, having told the others."""

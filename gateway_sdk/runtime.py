@@ -11,6 +11,7 @@ from dispatch_core.database import Database
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import ClientClosedError, DatabaseError
 from dispatch_core.listener import Listener
+from dispatch_core.requests import Preparer
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.direct import DirectStatements
 from gateway_sdk.health import GatewayCounters
@@ -26,6 +27,7 @@ class Runtime:
     """The pieces, and whether they still run."""
 
     settings: GatewaySettings
+    preparer: Preparer
     database: Database
     listener: Listener | None
     doorbell: Doorbell

@@ -21,7 +21,7 @@ import anyio
 from dispatch_core import codec
 from dispatch_core.codec import UNSET, Headers
 from dispatch_core.database import Connection
-from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository, prepare
+from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
 from dispatch_core.errors import (
     DatabaseError,
     DatabaseUnavailableError,
@@ -31,6 +31,7 @@ from dispatch_core.errors import (
     TenancyUnboundError,
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
+from gateway_sdk.direct import Load
 from gateway_sdk.lanes import EnqueueItem, Polled, Withdrawal
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.waits import Outcome, Wait, for_job
@@ -82,7 +83,7 @@ class TenantClient:
         Raises: InvalidInputError and its kind before any SQL; IdempotencyConflictError; DatabaseUnavailableError and
         DatabaseBusyError, both retryable and with the job's id.
         """
-        row = self._prepare(
+        row = self._runtime.preparer.row(
             DispatchRequest(
                 relay_id,
                 operation,
@@ -112,29 +113,33 @@ class TenantClient:
     ) -> list[UUID]:
         """Store all the jobs or none; the ids come in the order of the requests.
 
-        Takes no idempotency keys: each may have to wait for another transaction, and would hold up the rest.
+        Takes no idempotency keys: each may have to wait for another transaction, and would hold up the rest. Many go in
+        several statements of one transaction, the first ones while the last ones are still being checked: what is wrong
+        with a request may be found when others were sent, and then nothing is stored.
 
         Transaction: its own; or joins that of `conn`. Raises: as `enqueue`.
         """
-        rows = [self._prepare(request) for request in requests]
-        if any(row.idempotency_key is not None for row in rows):
-            raise InvalidInputError("enqueue_many takes no idempotency keys: use enqueue")
-        job_ids = [row.job_id for row in rows]
-        if not rows:
-            return job_ids
+        # A generator is read first: no transaction is open while foreign code runs.
+        given = requests if isinstance(requests, (list, tuple)) else list(requests)
+        if not given:
+            return []
+        load = Load(self._runtime.preparer, given, self._runtime.settings.enqueue_batch_bytes)
         if conn is not None:
+            while not load.is_whole:
+                await load.prepare_chunk()
             repository = RelayDispatchRepository(conn, self._tenant)
-            for chunk in self._runtime.direct.chunks(rows):
+            for chunk in load.chunks:
                 await repository.enqueue_rows(chunk, notify=notify)
-            return job_ids
+            return [row.job_id for row in load.rows]
         with self._runtime.under_way():
-            statements = await self._runtime.direct.enqueue_many(self._tenant, rows, self._give_up_at())
+            statements = await self._runtime.direct.enqueue_many(self._tenant, load, self._give_up_at())
+        rows = load.rows
         self._runtime.counters.enqueued += len(rows)
         self._runtime.counters.enqueue_statements += statements
         if notify:
             for relay_id in {row.relay_id for row in rows}:
                 self._runtime.doorbell.ring_relay(self._tenant, relay_id)
-        return job_ids
+        return [row.job_id for row in rows]
 
     async def call(
         self,
@@ -162,7 +167,7 @@ class TenantClient:
         seconds = _timeout(timeout)
         if ttl is None and expires_at is None and seconds is not None:
             ttl = seconds
-        row = self._prepare(
+        row = self._runtime.preparer.row(
             DispatchRequest(
                 relay_id,
                 operation,
@@ -300,15 +305,6 @@ class TenantClient:
             raise DatabaseUnavailableError("not withdrawn in time; whether the job was is unknown")
 
     # --- pieces ---------------------------------------------------------------------------------------------------
-
-    def _prepare(self, request: DispatchRequest) -> EnqueueRow:
-        settings = self._runtime.settings
-        return prepare(
-            request,
-            default_ttl_seconds=settings.default_ttl_seconds,
-            max_ttl_seconds=settings.max_ttl_seconds,
-            max_body_bytes=settings.core.max_body_bytes,
-        )
 
     def _give_up_at(self) -> float:
         return time.monotonic() + self._runtime.settings.write_timeout_seconds

@@ -97,7 +97,7 @@ CREATE FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_b
     AS $$ … $$;
 ALTER FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_status text, p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
 
-CREATE FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean DEFAULT false) RETURNS TABLE(n bigint, inserted boolean)
+CREATE FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean DEFAULT false) RETURNS uuid[]
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'

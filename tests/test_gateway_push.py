@@ -378,8 +378,8 @@ async def test_polls_of_large_results_come_in_answers_of_bounded_size(
     sizes: list[int] = []
     poll_page = RelayDispatchRepository.poll_page
 
-    async def weighed(self: RelayDispatchRepository, job_ids: list[UUID]) -> Any:
-        answers, left = await poll_page(self, job_ids)
+    async def weighed(self: RelayDispatchRepository, job_ids: list[UUID], **options: Any) -> Any:
+        answers, left = await poll_page(self, job_ids, **options)
         sizes.append(
             sum(len(each.response_body or b"") for each in answers.values() if not isinstance(each, Exception))
         )

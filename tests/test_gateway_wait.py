@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from typing import Any
 from uuid import UUID, uuid4
 
 import anyio
@@ -143,8 +144,8 @@ async def test_a_call_whose_tenant_is_first_listened_to_while_it_is_stored_misse
         await listen.wait()
         await subscribe(self, tenant, channel)  # type: ignore[arg-type]
 
-    async def late_reply(self: RelayDispatchRepository, rows: list[object], *, notify: bool = False) -> list[bool]:
-        stored = await enqueue_rows(self, rows, notify=notify)  # type: ignore[arg-type]
+    async def late_reply(self: RelayDispatchRepository, rows: list[object], **options: Any) -> list[bool]:
+        stored = await enqueue_rows(self, rows, **options)  # type: ignore[arg-type]
         await reply.wait()
         return stored
 

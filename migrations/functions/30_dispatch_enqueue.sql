@@ -4,16 +4,19 @@
 -- made again and finds its own rows.
 
 -- Guarantees: on commit every job of the arrays is stored once, request and queue row together; a job id that is there
---   already is left alone and reported inserted = false, also when that job has ended since. One row per input, in order.
---   Deadline: p_expires_at[i], else the database clock + p_ttls[i]. p_delays[i] > 0 = not claimable before that. Rings
+--   already is left alone, also when that job has ended since. Returns those ids; '{}' = all are new.
+--   Each array beside the job ids holds a value per job, or one value, which is for all of them; or it is null, which leaves
+--   headers '{}', an empty body, one attempt, no ttl, no deadline, no delay.
+--   Deadline: the job's expires_at, else the database clock + its ttl. A delay above 0 = not claimable before that. Rings
 --   nothing unless p_notify.
--- Errors: S2001, S2002, S2003; S2020 array lengths differ, or a job id is there twice; S2021 a deadline in the past, a ttl or
+-- Errors: S2001, S2002, S2003; S2020 array lengths, or a job id is there twice; S2021 a deadline in the past, a ttl or
 --   delay that is not positive or not finite. Any error leaves nothing stored.
--- Locks: inserts only; waits for a concurrent insert of the same job id.
+-- Locks: inserts only; waits for a concurrent insert of the same job id. With p_notify the commit takes the database-wide
+--   notification lock until its WAL is flushed.
 create or replace function relay.enqueue(
   p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[],
   p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamptz[], p_delays interval[], p_notify boolean default false)
-returns table (n bigint, inserted boolean)
+returns uuid[]
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
@@ -30,73 +33,121 @@ declare
   v_wrong  boolean;
   v_late   boolean;
   v_stored uuid[];
+  v_new    jsonb;
   v_queued bigint;
-  v_relay  text;
+  v_known  uuid[] := '{}';
+  v_name   text;
+  -- What stands for all jobs, null where each has its own.
+  v_relay    text := case when cardinality(p_relay_ids) = 1 then p_relay_ids[1] end;
+  v_operation text := case when cardinality(p_operations) = 1 then p_operations[1] end;
+  v_headers  jsonb := case when p_headers is null then '{}' when cardinality(p_headers) = 1 then p_headers[1]::jsonb end;
+  v_body     bytea := case when p_bodies is null then '' when cardinality(p_bodies) = 1 then p_bodies[1] end;
+  v_attempts bigint := case when p_max_attempts is null then 1 when cardinality(p_max_attempts) = 1 then p_max_attempts[1] end;
+  v_ttl      interval := case when cardinality(p_ttls) = 1 then p_ttls[1] end;
+  v_expires  timestamptz := case when cardinality(p_expires_at) = 1 then p_expires_at[1] end;
+  v_delay    interval := case when cardinality(p_delays) = 1 then p_delays[1] end;
 begin
-  if (cardinality(p_relay_ids), cardinality(p_operations), cardinality(p_headers), cardinality(p_bodies),
-      cardinality(p_max_attempts), cardinality(p_ttls), cardinality(p_expires_at), cardinality(p_delays))
-     is distinct from (v_count, v_count, v_count, v_count, v_count, v_count, v_count, v_count) then
-    raise exception 'the arrays of enqueue must have one length' using errcode = 'S2020';
+  if v_count is null or cardinality(p_relay_ids) is null or cardinality(p_operations) is null
+     or cardinality(p_relay_ids) not in (1, v_count) or cardinality(p_operations) not in (1, v_count)
+     or cardinality(p_headers) not in (1, v_count) or cardinality(p_bodies) not in (1, v_count)
+     or cardinality(p_max_attempts) not in (1, v_count) or cardinality(p_ttls) not in (1, v_count)
+     or cardinality(p_expires_at) not in (1, v_count) or cardinality(p_delays) not in (1, v_count) then
+    raise exception 'an array of enqueue must hold a value per job, or one for all; only relays and operations cannot be null'
+      using errcode = 'S2020';
   end if;
+  -- As many rows as the longest of the three has values, so mostly one; none where neither ttl nor deadline is given.
   select bool_or(coalesce(u.ttl <= interval '0' or u.ttl > interval '10000 days', u.expires_at is null)
-                 or not isfinite(u.expires_at) or u.delay < interval '0' or u.delay > interval '10000 days'
-                 or u.expires_at is null and u.delay >= u.ttl),
+                 or coalesce(not isfinite(u.expires_at), false)
+                 or coalesce(u.delay < interval '0' or u.delay > interval '10000 days', false)
+                 or coalesce(u.expires_at is null and u.delay >= u.ttl, false)),
          bool_or(u.expires_at <= v_now + coalesce(u.delay, interval '0'))
   into v_wrong, v_late
-  from unnest(p_ttls, p_delays, p_expires_at) as u (ttl, delay, expires_at);
-  if v_wrong then
+  from (select coalesce(v_ttl, a.ttl) as ttl, coalesce(v_delay, a.delay) as delay, coalesce(v_expires, a.expires_at) as expires_at
+        from unnest(p_ttls, p_delays, p_expires_at) as a (ttl, delay, expires_at)) u;
+  if coalesce(v_wrong, v_count > 0) then
     raise exception 'a ttl must be positive, a delay not negative and less than it, and a deadline finite'
       using errcode = 'S2021';
   end if;
 
-  -- The two inserts each read the arrays, and not one the other: so both can be sent whole to one shard.
-  with stored as (
+  if v_count = 1 then
+    -- What the rest does, for a job that comes alone: there is nothing to unnest, to sort or to count.
     insert into relay.s2r_relay_dispatch_request
       (tenant_id, job_id, relay_id, operation, request_headers, request_body, max_attempts, created_at, expires_at)
-    select v_tenant, u.job_id, u.relay_id, u.operation, u.headers::jsonb, u.body, u.max_attempts, v_now,
-           coalesce(u.expires_at, v_now + u.ttl)
-    from unnest(p_job_ids, p_relay_ids, p_operations, p_headers, p_bodies, p_max_attempts, p_ttls, p_expires_at)
-         as u (job_id, relay_id, operation, headers, body, max_attempts, ttl, expires_at)
-    order by u.job_id
-    on conflict (tenant_id, job_id) do nothing
-    returning job_id)
-  select array_agg(s.job_id) into v_stored from stored s;
+    values (v_tenant, p_job_ids[1], v_relay, v_operation, v_headers, v_body, v_attempts, v_now,
+            coalesce(v_expires, v_now + v_ttl))
+    on conflict (tenant_id, job_id) do nothing;
+    if found then
+      v_stored := p_job_ids;
+      insert into relay.s2r_relay_dispatch_queue
+        (tenant_id, job_id, relay_id, seq, state, max_attempts, available_at, created_at, expires_at)
+      values (v_tenant, p_job_ids[1], v_relay, v_seq, case when v_delay > interval '0' then 'delayed' else 'ready' end,
+              v_attempts, case when v_delay > interval '0' then v_now + v_delay end, v_now,
+              coalesce(v_expires, v_now + v_ttl));
+      if p_notify then
+        perform pg_notify(relay.channel_name('wake', v_tenant, v_relay), '');
+      end if;
+    else
+      v_known := p_job_ids;
+    end if;
+  else
+    -- The two inserts each read the arrays, and not one the other: so both can be sent whole to one shard.
+    with stored as (
+      insert into relay.s2r_relay_dispatch_request
+        (tenant_id, job_id, relay_id, operation, request_headers, request_body, max_attempts, created_at, expires_at)
+      select v_tenant, u.job_id, coalesce(v_relay, u.relay_id), coalesce(v_operation, u.operation),
+             coalesce(v_headers, u.headers::jsonb), coalesce(v_body, u.body), coalesce(v_attempts, u.max_attempts), v_now,
+             coalesce(v_expires, u.expires_at, v_now + coalesce(v_ttl, u.ttl))
+      from unnest(p_job_ids, p_relay_ids, p_operations, p_headers, p_bodies, p_max_attempts, p_ttls, p_expires_at)
+           as u (job_id, relay_id, operation, headers, body, max_attempts, ttl, expires_at)
+      order by u.job_id
+      on conflict (tenant_id, job_id) do nothing
+      returning job_id)
+    select array_agg(s.job_id) into v_stored from stored s;
 
-  if cardinality(v_stored) < v_count and (select count(distinct u.job_id) from unnest(p_job_ids) as u (job_id)) < v_count then
-    raise exception 'a job id is there twice' using errcode = 'S2020';
-  end if;
-  with queued as (
-    insert into relay.s2r_relay_dispatch_queue
-      (tenant_id, job_id, relay_id, seq, state, max_attempts, available_at, created_at, expires_at)
-    select v_tenant, u.job_id, u.relay_id, v_seq + u.n - 1,
-           case when u.delay > interval '0' then 'delayed' else 'ready' end, u.max_attempts,
-           case when u.delay > interval '0' then v_now + u.delay end, v_now, coalesce(u.expires_at, v_now + u.ttl)
-    from unnest(p_job_ids, p_relay_ids, p_max_attempts, p_ttls, p_expires_at, p_delays) with ordinality
-         as u (job_id, relay_id, max_attempts, ttl, expires_at, delay, n)
-    where cardinality(v_stored) = v_count or u.job_id = any (v_stored)
-    returning 1)
-  select count(*) into v_queued from queued;
-  if v_queued <> coalesce(cardinality(v_stored), 0) then
-    raise exception '% requests were stored, but % queue rows', coalesce(cardinality(v_stored), 0), v_queued;
+    if coalesce(cardinality(v_stored), 0) < v_count then
+      if (select count(distinct u.job_id) from unnest(p_job_ids) as u (job_id)) < v_count then
+        raise exception 'a job id is there twice' using errcode = 'S2020';
+      end if;
+      -- A map, for an array would be searched from its beginning for each job.
+      select coalesce(jsonb_object_agg(s.job_id, null), '{}') into v_new from unnest(v_stored) as s (job_id);
+      select array_agg(u.job_id) into v_known from unnest(p_job_ids) as u (job_id) where not v_new ? u.job_id::text;
+    end if;
+    with queued as (
+      insert into relay.s2r_relay_dispatch_queue
+        (tenant_id, job_id, relay_id, seq, state, max_attempts, available_at, created_at, expires_at)
+      select v_tenant, u.job_id, coalesce(v_relay, u.relay_id), v_seq + u.n - 1,
+             case when coalesce(v_delay, u.delay) > interval '0' then 'delayed' else 'ready' end,
+             coalesce(v_attempts, u.max_attempts),
+             case when coalesce(v_delay, u.delay) > interval '0' then v_now + coalesce(v_delay, u.delay) end, v_now,
+             coalesce(v_expires, u.expires_at, v_now + coalesce(v_ttl, u.ttl))
+      from unnest(p_job_ids, p_relay_ids, p_max_attempts, p_ttls, p_expires_at, p_delays) with ordinality
+           as u (job_id, relay_id, max_attempts, ttl, expires_at, delay, n)
+      where v_new is null or v_new ? u.job_id::text
+      returning 1)
+    select count(*) into v_queued from queued;
+    if v_queued <> coalesce(cardinality(v_stored), 0) then
+      raise exception '% requests were stored, but % queue rows', coalesce(cardinality(v_stored), 0), v_queued;
+    end if;
+    if p_notify then
+      for v_name in
+        select distinct coalesce(v_relay, u.relay_id) from unnest(p_job_ids, p_relay_ids) as u (job_id, relay_id)
+        where v_new is null or v_new ? u.job_id::text
+      loop
+        perform pg_notify(relay.channel_name('wake', v_tenant, v_name), '');
+      end loop;
+    end if;
   end if;
 
   -- Only for jobs that this call has stored: one that is called again after its deadline finds its rows.
-  if v_late and exists (select 1 from unnest(p_job_ids, p_expires_at, p_delays) as u (job_id, expires_at, delay)
-                        where u.expires_at <= v_now + coalesce(u.delay, interval '0') and u.job_id = any (v_stored)) then
+  if v_late and exists (
+       select 1 from unnest(p_job_ids, p_expires_at, p_delays) as u (job_id, expires_at, delay)
+       where coalesce(v_expires, u.expires_at) <= v_now + coalesce(v_delay, u.delay, interval '0')
+         and (cardinality(v_stored) = v_count or v_new ? u.job_id::text)) then
     raise exception 'expires_at has passed before the job could be claimed, by the clock of the database'
       using errcode = 'S2021';
   end if;
-  if p_notify then
-    for v_relay in
-      select distinct u.relay_id from unnest(p_job_ids, p_relay_ids) as u (job_id, relay_id) where u.job_id = any (v_stored)
-    loop
-      perform pg_notify(relay.channel_name('wake', v_tenant, v_relay), '');
-    end loop;
-  end if;
   perform relay.unbind_tenant(v_before);
-  return query
-  select u.n, coalesce(cardinality(v_stored) = v_count or u.job_id = any (v_stored), false)
-  from unnest(p_job_ids) with ordinality as u (job_id, n);
+  return v_known;
 end $$;
 
 -- Guarantees: the digest that says whether two requests are the same: relay, operation, headers, body and max_attempts.

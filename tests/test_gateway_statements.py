@@ -1,0 +1,204 @@
+"""How many statements a verb takes, and what they carry: what decides the speed, without a clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import asyncpg
+import pytest
+
+from dispatch_core.dispatch import RelayDispatchRepository, prepare
+from dispatch_core.errors import InvalidInputError
+from dispatch_core.ids import new_id
+from dispatch_core.requests import columns
+from gateway_sdk import DispatchRequest, GatewayClient
+from tests.support.databases import TestDatabase
+from tests.support.eventually import eventually
+from tests.support.gateway import Connection, PlayedRelay, open_client
+
+NEVER = 3600.0
+
+
+@contextmanager
+def statements() -> Iterator[list[str]]:
+    """Collect what is sent on every connection of this process: verbs by their name, else the first word."""
+    sent: list[str] = []
+    original = asyncpg.connection.Connection._execute
+
+    async def execute(self: Any, query: str, *args: Any, **options: Any) -> Any:
+        verb = query.partition("relay.")[2].partition("(")[0]
+        sent.append(verb or query.split()[0].lower())
+        return await original(self, query, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncpg.connection.Connection, "_execute", execute)
+        yield sent
+
+
+class Always:
+    """In place of RingInside: decided beforehand."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+        self.told: list[bool] = []
+
+    def allows(self) -> bool:
+        return self.answer
+
+    def took(self, _seconds: float, rang: bool) -> None:
+        self.told.append(rang)
+
+    def round_trip(self, _seconds: float) -> None:
+        pass
+
+
+def decide(client: GatewayClient, *, inside: bool) -> Always:
+    assert client._runtime is not None
+    decided = client._runtime.lanes._ring_inside = Always(inside)  # type: ignore[assignment]
+    return decided  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_a_lone_enqueue_is_one_statement_and_its_ring_another_only_where_it_may_not_ring_inside(
+    database: TestDatabase, worker: Connection, inside: bool
+) -> None:
+    heard: list[object] = []
+    channel = await RelayDispatchRepository(worker, "acme").channel("wake", "erp")
+    await worker.add_listener(channel, lambda *_: heard.append(None))
+    async with open_client(database.gateway_dsn, sweep_interval_seconds=0) as client:
+        acme, decided = client.tenant("acme"), decide(client, inside=inside)
+        await acme.enqueue("erp", "Op", notify=False)
+        with statements() as sent:
+            await acme.enqueue("erp", "Op")
+            await eventually(lambda: heard)
+    assert sent == (["enqueue"] if inside else ["enqueue", "ring"])
+    assert decided.told == [False, inside]
+
+
+async def test_many_enqueues_at_once_are_a_statement_for_each_full_batch_and_none_rings_inside(
+    database: TestDatabase,
+) -> None:
+    async with open_client(database.gateway_dsn, sweep_interval_seconds=0, enqueue_batch_items=100) as client:
+        acme, decided = client.tenant("acme"), decide(client, inside=True)
+        await acme.enqueue("erp", "Op")
+        with statements() as sent:
+            await asyncio.gather(*(acme.enqueue("erp", "Op") for _ in range(300)))
+            await eventually(lambda: "ring" in sent)
+    assert sent.count("enqueue") == 3
+    assert decided.told == [True], "only the one that was alone"
+
+
+async def test_a_call_is_one_enqueue_and_one_poll(database: TestDatabase, worker: Connection) -> None:
+    relay = PlayedRelay(worker, "acme", "erp")
+    async with open_client(
+        database.gateway_dsn, sweep_interval_seconds=0, poll_interval_seconds=NEVER, probe_seconds=NEVER
+    ) as client:
+        acme = client.tenant("acme")
+        decide(client, inside=True)
+
+        async def call() -> list[str]:
+            with statements() as sent:
+                answer = asyncio.ensure_future(acme.call("erp", "Op", timeout=30))
+                jobs = await eventually(relay.claim)
+                # The relay is played in this process too.
+                await relay.complete(jobs)
+                assert (await answer).attempt == 1
+            return [verb for verb in sent if verb in ("enqueue", "poll")]
+
+        await call()  # begins to listen
+        await eventually(lambda: acme._runtime.channels.is_listening("acme"))
+        assert await call() == ["enqueue", "poll"]
+
+
+async def test_a_push_of_many_results_is_polled_by_one_statement(database: TestDatabase, worker: Connection) -> None:
+    relay = PlayedRelay(worker, "acme", "erp")
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
+        acme = client.tenant("acme")
+        first = asyncio.ensure_future(acme.call("erp", "Op", timeout=30))
+        await relay.complete(await eventually(relay.claim))
+        await first
+        await eventually(lambda: acme._runtime.channels.is_listening("acme"))
+        calls = [asyncio.ensure_future(acme.call("erp", "Op", timeout=30)) for _ in range(150)]
+        await eventually(lambda: client.health().enqueued == 151)
+        before = client.health().poll_statements
+        await relay.complete(await relay.claim(150))
+        await asyncio.gather(*calls)
+        assert client.health().poll_statements == before + 1
+
+
+async def test_enqueue_many_is_a_statement_for_each_thousand_in_one_transaction(database: TestDatabase) -> None:
+    async with open_client(database.gateway_dsn, sweep_interval_seconds=0) as client:
+        acme = client.tenant("acme")
+        requests = [DispatchRequest("erp", "Op", body=str(n)) for n in range(2500)]
+        with statements() as sent:
+            ids = await acme.enqueue_many(requests, notify=False)
+            assert len(set(ids)) == 2500
+            many = sent.copy()
+            sent.clear()
+            await acme.enqueue_many(requests[:1000], notify=False)
+            assert sent == ["enqueue"]
+    assert [verb for verb in many if verb == "enqueue"] == ["enqueue"] * 3
+    async with open_client(database.gateway_dsn) as client:
+        bad = [*requests, DispatchRequest("erp", "Op", max_attempts=0)]
+        with pytest.raises(InvalidInputError, match="max_attempts"):
+            await client.tenant("acme").enqueue_many(bad)
+
+
+async def test_what_was_sent_before_a_wrong_request_was_found_is_not_stored(
+    database: TestDatabase, admin: Connection
+) -> None:
+    requests = [*(DispatchRequest("erp", "Op") for _ in range(1500)), DispatchRequest("erp", "")]
+    async with open_client(database.gateway_dsn) as client:
+        with pytest.raises(InvalidInputError):
+            await client.tenant("acme").enqueue_many(requests)
+    assert await admin.fetchval("select count(*) from relay.s2r_relay_dispatch_request") == 0
+
+
+def test_a_value_that_all_rows_have_is_sent_once_and_a_default_not_at_all() -> None:
+    alike = [prepare(DispatchRequest("erp", "Op", body=str(n), ttl=9)) for n in range(3)]
+    ids, relays, operations, headers, bodies, attempts, ttls, deadlines, delays = columns(alike)
+    assert ids == [row.job_id for row in alike]
+    assert (relays, operations, ttls) == (["erp"], ["Op"], [timedelta(seconds=9)])
+    assert bodies == [b"0", b"1", b"2"]
+    assert headers is attempts is deadlines is delays is None
+    other = [*alike, prepare(DispatchRequest("crm", "Op", headers={"a": "b"}, ttl=8, delay=1, max_attempts=2))]
+    assert [len(column) for column in columns(other) if isinstance(column, list)] == [4, 4, 1, 4, 4, 4, 4, 4]
+    assert [len(column) for column in columns(alike[:1]) if isinstance(column, list)] == [1] * 5
+
+
+_ENQUEUE = "select relay.enqueue('acme', $1, $2, $3, $4, null, $5, $6, null, $7)"
+
+
+@pytest.mark.parametrize("wrong", range(1, 7))
+async def test_an_array_that_is_neither_of_one_nor_of_all_is_refused(gateway: Connection, wrong: int) -> None:
+    values: list[Any] = [[new_id() for _ in range(3)], ["erp"], ["Op"], ["{}"], [1], [timedelta(seconds=9)], None]
+    values[wrong] = [timedelta(0)] * 2 if values[wrong] is None else values[wrong] * 2
+    with pytest.raises(asyncpg.PostgresError) as refused:
+        await gateway.fetchval(_ENQUEUE, *values)
+    assert refused.value.sqlstate == "S2020"
+
+
+async def test_one_value_stands_for_all_jobs_and_null_for_the_default(gateway: Connection, admin: Connection) -> None:
+    ids = [new_id() for _ in range(3)]
+    day = timedelta(days=1)
+    assert await gateway.fetchval(_ENQUEUE, ids, ["erp"], ["a", "b", "c"], None, None, [day], None) == []
+    # Two of them come again with a new one.
+    again = [ids[2], new_id(), ids[0]]
+    assert await gateway.fetchval(_ENQUEUE, again, ["erp"], ["x"], ['{"h": "v"}'], [7], [day], [day / 2]) == [
+        ids[2],
+        ids[0],
+    ]
+    rows = await admin.fetch(
+        "select r.operation, r.request_headers::text, r.request_body, r.max_attempts, q.max_attempts, q.state,"
+        " r.expires_at - r.created_at, q.expires_at - q.created_at, q.available_at - q.created_at"
+        " from relay.s2r_relay_dispatch_request r join relay.s2r_relay_dispatch_queue q using (tenant_id, job_id)"
+        " order by job_id"
+    )
+    assert [tuple(row) for row in rows] == [
+        *((operation, "{}", b"", 1, 1, "ready", day, day, None) for operation in "abc"),
+        ("x", '{"h": "v"}', b"", 7, 7, "delayed", day, day, day / 2),
+    ]
