@@ -55,15 +55,25 @@ begin
     raise exception 'an array of enqueue must hold a value per job, or one for all; only relays and operations cannot be null'
       using errcode = 'S2020';
   end if;
-  -- As many rows as the longest of the three has values, so mostly one; none where neither ttl nor deadline is given.
-  select bool_or(coalesce(u.ttl <= interval '0' or u.ttl > interval '10000 days', u.expires_at is null)
-                 or coalesce(not isfinite(u.expires_at), false)
-                 or coalesce(u.delay < interval '0' or u.delay > interval '10000 days', false)
-                 or coalesce(u.expires_at is null and u.delay >= u.ttl, false)),
-         bool_or(u.expires_at <= v_now + coalesce(u.delay, interval '0'))
-  into v_wrong, v_late
-  from (select coalesce(v_ttl, a.ttl) as ttl, coalesce(v_delay, a.delay) as delay, coalesce(v_expires, a.expires_at) as expires_at
-        from unnest(p_ttls, p_delays, p_expires_at) as a (ttl, delay, expires_at)) u;
+  if v_count = 1 then
+    -- As below, as plain expressions: a statement would cost more than all of them.
+    v_wrong := coalesce(v_ttl <= interval '0' or v_ttl > interval '10000 days', v_expires is null)
+               or coalesce(not isfinite(v_expires), false)
+               or coalesce(v_delay < interval '0' or v_delay > interval '10000 days', false)
+               or coalesce(v_expires is null and v_delay >= v_ttl, false);
+    v_late := v_expires <= v_now + coalesce(v_delay, interval '0');
+  else
+    -- As many rows as the longest of the three has values; none where neither ttl nor deadline is given.
+    select bool_or(coalesce(u.ttl <= interval '0' or u.ttl > interval '10000 days', u.expires_at is null)
+                   or coalesce(not isfinite(u.expires_at), false)
+                   or coalesce(u.delay < interval '0' or u.delay > interval '10000 days', false)
+                   or coalesce(u.expires_at is null and u.delay >= u.ttl, false)),
+           bool_or(u.expires_at <= v_now + coalesce(u.delay, interval '0'))
+    into v_wrong, v_late
+    from (select coalesce(v_ttl, a.ttl) as ttl, coalesce(v_delay, a.delay) as delay,
+                 coalesce(v_expires, a.expires_at) as expires_at
+          from unnest(p_ttls, p_delays, p_expires_at) as a (ttl, delay, expires_at)) u;
+  end if;
   if coalesce(v_wrong, v_count > 0) then
     raise exception 'a ttl must be positive, a delay not negative and less than it, and a deadline finite'
       using errcode = 'S2021';
