@@ -36,10 +36,10 @@ _FUNCTION = Contender(
 )
 _BARE = Contender("bare", "reference", f"one INSERT (request and queue) a call, on a pool of {_POOL}, no wake-up")
 
+# As lean as the function allows: what is left out has its default.
 _ENQUEUE: Final = """
-select * from relay.enqueue(
-  $1, array[$2::uuid], array[$3::text], array[$4::text], array[$5::text], array[$6::bytea], array[1::bigint],
-  array[$7::interval], array[null::timestamptz], array[null::interval])
+select relay.enqueue($1, array[$2::uuid], array[$3::text], array[$4::text], array[$5::text], array[$6::bytea], null,
+                     array[$7::interval], null, null)
 """
 
 Enqueue = Callable[[], Awaitable[UUID]]
