@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.peers.model import Result, Row
@@ -31,7 +32,7 @@ def print_tables(scenarios: Sequence[Scenario], outcome: Outcome, console: Conso
     for system, versions in outcome.versions.items():
         console.print(f"  {system}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     for system, reason in outcome.absent.items():
-        console.print(f"  [bold]{system}: absent:[/] {reason}")
+        console.print(f"  [bold]{system}: absent:[/] {escape(reason)}")
 
 
 def _table(row: Row, results: Sequence[Result]) -> Table:
@@ -46,7 +47,7 @@ def _table(row: Row, results: Sequence[Result]) -> Table:
         if "jobs" in (extra := result.samples[0].extra if result.samples else {}):
             note += f"; {extra['jobs']:,.0f} jobs"
         if median is None:
-            table.add_row(result.contender.name, "–", "", "", f"[red]{result.failure or 'no sample'}[/]")
+            table.add_row(result.contender.name, "–", "", "", f"[red]{escape(result.failure or 'no sample')}[/]")
             continue
         values = result.values(row.name)
         spread = (max(values) - min(values)) / median / 2
