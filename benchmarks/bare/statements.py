@@ -7,7 +7,6 @@ from typing import Final
 __all__ = [
     "CLAIM",
     "CLAIM_AND_COMPLETE_CHANNELS",
-    "CLAIM_IDS",
     "CLAIM_ON_OURS",
     "COMPLETE",
     "COMPLETE_NOTIFY",
@@ -46,7 +45,6 @@ cross join lateral (
 CLAIM_ON_OURS: Final = CLAIM.replace("bare.queue", "relay.s2r_relay_dispatch_queue").replace(
     "bare.request", "relay.s2r_relay_dispatch_request"
 )
-CLAIM_IDS: Final = f"{_TAKE} returning job_id, fence"
 
 # $1 tenant, $2 job ids, $3 fences, $4 claimed_by, $5 bodies, $6 relay
 _END: Final = """

@@ -35,7 +35,9 @@ _CALLS_AT_ONCE: Final = 1_000
 _OURS = Contender(
     "ours", "ours", f"a Relay with concurrency={CONCURRENCY}; a GatewayClient with {_CALLS_AT_ONCE:,} calls in flight"
 )
-_LOOP = Contender("loop-2", "baseline", "a process with claim and complete functions in a loop on 2 connections")
+_LOOP = Contender(
+    "loop-2", "baseline", "a process with claim and complete functions in a loop on 2 connections, keeping all ids"
+)
 
 Ready = Callable[[], None]
 
