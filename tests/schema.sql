@@ -9,6 +9,7 @@ ALTER FUNCTION relay.backlog(p_tenant text) OWNER TO relay_api;
 
 CREATE FUNCTION relay.bind_tenant(p_tenant text, p_relay text DEFAULT NULL::text, p_kinds text[] DEFAULT NULL::text[]) RETURNS text
     LANGUAGE plpgsql
+    SET enable_indexscan TO 'on'
     AS $$ … $$;
 ALTER FUNCTION relay.bind_tenant(p_tenant text, p_relay text, p_kinds text[]) OWNER TO relay_api;
 
@@ -33,8 +34,9 @@ ALTER FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) OWNE
 CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[] DEFAULT NULL::bigint[], p_start bigint DEFAULT 0, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
-    SET enable_seqscan TO 'off'
+    SET enable_indexscan TO 'off'
     SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
     SET enable_sort TO 'off'
     SET enable_incremental_sort TO 'off'
     SET enable_hashjoin TO 'off'
@@ -367,6 +369,11 @@ CREATE FUNCTION relay.session_age() RETURNS interval
     AS $$ … $$;
 ALTER FUNCTION relay.session_age() OWNER TO relay_api;
 
+CREATE FUNCTION relay.set_tenant(p_tenant text) RETURNS text
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.set_tenant(p_tenant text) OWNER TO relay_api;
+
 CREATE FUNCTION relay.sweep_again(p_name text) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -379,18 +386,6 @@ CREATE FUNCTION relay.sweep_turn(p_name text, p_every interval) RETURNS boolean
     SET "TimeZone" TO 'UTC'
     AS $$ … $$;
 ALTER FUNCTION relay.sweep_turn(p_name text, p_every interval) OWNER TO relay_api;
-
-CREATE FUNCTION relay.take_jobs(p_tenant text, p_rows tid[], p_claimed_by text, p_claim_id uuid, p_at timestamp with time zone, p_until timestamp with time zone) RETURNS TABLE(job_id uuid, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone)
-    LANGUAGE plpgsql
-    SET enable_indexscan TO 'off'
-    SET enable_bitmapscan TO 'off'
-    SET enable_seqscan TO 'off'
-    SET enable_nestloop TO 'off'
-    SET enable_hashjoin TO 'on'
-    SET jit TO 'off'
-    SET plan_cache_mode TO 'force_generic_plan'
-    AS $$ … $$;
-ALTER FUNCTION relay.take_jobs(p_tenant text, p_rows tid[], p_claimed_by text, p_claim_id uuid, p_at timestamp with time zone, p_until timestamp with time zone) OWNER TO relay_api;
 
 CREATE FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) RETURNS TABLE(tenant_id text)
     LANGUAGE plpgsql STABLE SECURITY DEFINER
@@ -744,6 +739,8 @@ GRANT ALL ON FUNCTION relay.session_age() TO relay_gateway;
 GRANT ALL ON FUNCTION relay.session_age() TO relay_worker;
 GRANT ALL ON FUNCTION relay.session_age() TO relay_operator;
 
+REVOKE ALL ON FUNCTION relay.set_tenant(p_tenant text) FROM PUBLIC;
+
 REVOKE ALL ON FUNCTION relay.sweep_again(p_name text) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.sweep_again(p_name text) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.sweep_again(p_name text) TO relay_worker;
@@ -753,8 +750,6 @@ REVOKE ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) FROM PUBL
 GRANT ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) TO relay_worker;
 GRANT ALL ON FUNCTION relay.sweep_turn(p_name text, p_every interval) TO relay_operator;
-
-REVOKE ALL ON FUNCTION relay.take_jobs(p_tenant text, p_rows tid[], p_claimed_by text, p_claim_id uuid, p_at timestamp with time zone, p_until timestamp with time zone) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_gateway;

@@ -357,8 +357,8 @@ async def test_with_an_old_snapshot_open_a_claim_with_a_cursor_reads_no_more_tha
             await enqueue(gateway, 200)
             with_cursor, _ = await blocks(worker, plans, [cursor])
             from_zero, _ = await blocks(worker, plans, None)
-    assert with_cursor < 3 * fresh + 30, (fresh, with_cursor, from_zero)
-    assert from_zero > 5 * with_cursor, (fresh, with_cursor, from_zero)
+    assert with_cursor < fresh + 60, (fresh, with_cursor, from_zero)
+    assert from_zero - fresh > 5 * (with_cursor - fresh), (fresh, with_cursor, from_zero)
 
 
 async def test_rows_are_locked_in_the_order_of_their_job_ids(database: TestDatabase, admin: Connection) -> None:
@@ -383,7 +383,33 @@ async def test_rows_are_locked_in_the_order_of_their_job_ids(database: TestDatab
         for statement in locking:
             order = [node for node in statement.nodes() if node.kind in wanted]
             assert tuple(node.kind for node in order) == wanted, statement.text
-            assert "job_id" in order[1].raw["Sort Key"][0], statement.text
+            # An id by its place in the array of ids reads as ($5)[i].
+            assert re.search(r"job_id|\(\$\d+\)\[", order[1].raw["Sort Key"][0]), statement.text
+
+
+@pytest.mark.case("C14")
+async def test_a_claim_and_a_completion_touch_few_pages_a_job_beside_thousands(
+    database: TestDatabase, admin: Connection
+) -> None:
+    """Whether alone or a hundred at once, and with dead rows in front: what a call costs is what it is about."""
+    await admin.execute(f"alter table {QUEUE} set (autovacuum_enabled = off)")
+    await _fill(admin, 10_000, 2_000)
+    async with explained(database, WORKER_LOGIN) as (worker, plans):
+        work = RelayDispatchRepository(worker, TENANT)
+
+        async def pages(batch: int) -> tuple[float, float]:
+            plans.take()
+            jobs = await claim(worker, batch)
+            claiming = max(statement.blocks for statement in plans.take())
+            await work.complete_many(RELAY, [Completion(job.job_id, job.fence) for job in jobs], claimed_by=ME)
+            return claiming / batch, max(statement.blocks for statement in plans.take()) / batch
+
+        await pages(100)
+        found = {batch: await pages(batch) for batch in (1, 10, 100)}
+    print(found)
+    assert found[1] < (60, 60), found
+    assert found[10] < (20, 30), found
+    assert found[100] < (15, 20), found
 
 
 def _ids(jobs: list[DispatchJob]) -> list[UUID]:

@@ -110,8 +110,6 @@ async def test_a_claim_never_takes_more_rows_than_its_limit(
     if belt != "as shipped":
         await admin.execute(f"alter function {_CLAIM_SIGNATURE} reset all")
         await admin.execute(f"alter function {_CLAIM_SIGNATURE} set search_path = pg_catalog, pg_temp")
-        await admin.execute("alter function relay.take_jobs reset all")
-        await admin.execute("alter function relay.take_jobs set search_path = pg_catalog, pg_temp")
     await admin.execute(f"analyze {QUEUE}")  # statistics of an empty table, for what follows
     ids = await enqueue(gateway, 1000)
     claimed_sql = f"select count(*) from {QUEUE} where state = 'claimed'"
@@ -127,7 +125,9 @@ async def test_a_claim_never_takes_more_rows_than_its_limit(
                         await fresh.execute(f"set {off} = off")
                     for _ in range(3):
                         jobs = await claim(fresh, limit)
-                        assert [job.job_id for job in jobs] == ids[5 + taken : 5 + taken + limit]
+                        found = [job.job_id for job in jobs]
+                        # Without them another plan may return the rows in another order.
+                        assert (found if belt == "as shipped" else sorted(found)) == ids[5 + taken : 5 + taken + limit]
                         taken += limit
                         assert await admin.fetchval(claimed_sql) == taken
 

@@ -17,9 +17,9 @@ AS_THE_CALLER = {"reclaim", "run_sweeps", "session_age"}
 # Called inside of verbs alone, which have pinned their search_path and run as relay_api already.
 INSIDE_OF_VERBS = {
     "bind_tenant",
+    "set_tenant",
     "unbind_tenant",
     "ready_jobs",
-    "take_jobs",
     "renew_jobs",
     "return_jobs",
     "end_jobs",

@@ -154,12 +154,12 @@ async def test_a_login_has_no_right_but_its_functions(
     await claimed_job(gateway, worker, tenant="a", relay="one")
     internal = [
         "relay.bind_tenant('b')",
+        "relay.set_tenant('b')",
         "relay.unbind_tenant('b')",
         "relay.login_is('{worker}', 'b')",
         "relay.channel_name('wake', 'b', 'one')",
         "relay.grant_binding(session_user, 'worker', null, null)",
         "relay.revoke_binding(session_user, 'worker', 'a', 'one')",
-        "relay.take_jobs('b', '{}', '', null, now(), now())",
         "relay.end_jobs('b', now(), true, '', '{}', '{}')",
         "relay.return_jobs('b', now(), '{}', '{}', '{}', '{}', '{}', '{}')",
         "relay.renew_jobs('b', '{}', now())",
@@ -207,7 +207,7 @@ async def test_every_internal_function_is_among_those_that_were_tried(admin: Con
         "row_tenant",
     }  # fmt: skip
     internal = {
-        "bind_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding", "take_jobs",
+        "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",
         "end_jobs", "return_jobs", "renew_jobs", "ready_jobs", "drop_jobs", "request_digest",
     }  # fmt: skip
     rows = await admin.fetch("select distinct proname from pg_proc where pronamespace = 'relay'::regnamespace")

@@ -3,7 +3,7 @@
 -- Tenancy: binding a tenant for one call, and the bindings of logins.
 --
 --   relay.bind_tenant(tenant, relay, kinds)  opens every verb
---   relay.unbind_tenant(before)              ends every verb
+--   relay.unbind_tenant(before)              ends every verb (as relay.set_tenant(before) does, in an expression)
 --   relay.grant_binding(login, kind, …)      for operators of the database
 --   relay.revoke_binding(login, kind, …)
 --   relay.now()                              the clock that every deadline and lease is measured by
@@ -16,44 +16,52 @@
 -- Errors: S2001 no tenant given and none bound, or ''; S2002 the caller has bound another one; S2003 the login of this
 --   session has no binding that covers the tenant (and, where p_relay is given, that relay).
 -- Locks: none above ACCESS SHARE.
--- Internal, as unbind_tenant is: no login may call them, and the verbs that do have pinned their search_path and run as
---   relay_api already. So they carry no SECURITY DEFINER and no SET, each of which costs something in every call.
+-- Internal, as set_tenant and unbind_tenant are: no login may call them, and the verbs that do have pinned their search_path and run as
+--   relay_api already. So they carry no SECURITY DEFINER, and no SET but the one that undoes what the verbs set for theirs.
 create or replace function relay.bind_tenant(p_tenant text, p_relay text default null, p_kinds text[] default null)
 returns text
 language plpgsql
+set enable_indexscan = on
 as $$
 declare
   v_before text := coalesce(current_setting('app.tenant_id', true), '');
   v_tenant text := coalesce(p_tenant, v_before);
 begin
-  if v_tenant = '' then
-    raise exception 'no tenant was given, and none is bound on this connection' using errcode = 'S2001';
-  end if;
-  if v_before not in ('', v_tenant) then
+  -- Few expressions and one query, since each costs a lone call a microsecond or more.
+  if v_tenant = '' or v_before not in ('', v_tenant) then
+    if v_tenant = '' then
+      raise exception 'no tenant was given, and none is bound on this connection' using errcode = 'S2001';
+    end if;
     raise exception 'another tenant is bound on this connection' using errcode = 'S2002';
   end if;
-  if not exists (
-    select 1 from relay.role_binding b
-    where b.role_oid = to_regrole(quote_ident(session_user))
-      and (b.tenant_id = v_tenant or b.tenant_id is null)
-      and (p_relay is null or b.relay_id = p_relay or b.relay_id is null)
-      and (p_kinds is null or b.kind = any (p_kinds))
-  ) then
+  perform relay.set_tenant(v_tenant) from relay.role_binding b
+  where b.role_oid = to_regrole(quote_ident(session_user))
+    and (b.tenant_id = v_tenant or b.tenant_id is null)
+    and (p_relay is null or b.relay_id = p_relay or b.relay_id is null)
+    and (p_kinds is null or b.kind = any (p_kinds))
+  limit 1;
+  if not found then
     raise exception 'login % has no binding% for tenant %', session_user,
       coalesce(' as ' || array_to_string(p_kinds, ' or '), ''), v_tenant || coalesce(' and relay ' || p_relay, '')
       using errcode = 'S2003';
   end if;
-  if v_before <> v_tenant then
-    if current_setting('citus.propagate_set_commands', true) is null then
-      v_tenant := set_config('app.tenant_id', v_tenant, true);
-    else
-      -- On Citus SET LOCAL from a nested function, not set_config in the verb: only this reaches the shards, and only
-      -- with the first line. Elsewhere it would be a statement to parse in every call, for the same effect.
-      perform set_config('citus.propagate_set_commands', 'local', true);
-      execute format('set local app.tenant_id = %L', v_tenant);
-    end if;
-  end if;
   return v_before;
+end $$;
+
+-- Guarantees: p_tenant is bound for the rest of the transaction ('' = none), and returned. It asks nobody: for bind_tenant,
+--   and for putting back what bind_tenant found.
+create or replace function relay.set_tenant(p_tenant text) returns text
+language plpgsql
+as $$
+begin
+  if current_setting('citus.propagate_set_commands', true) is null then
+    return set_config('app.tenant_id', p_tenant, true);
+  end if;
+  -- On Citus SET LOCAL from a nested function, not set_config in the verb: only this reaches the shards, and only with
+  -- the first line. Elsewhere it would be a statement to parse in every call, for the same effect.
+  perform set_config('citus.propagate_set_commands', 'local', true);
+  execute format('set local app.tenant_id = %L', p_tenant);
+  return p_tenant;
 end $$;
 
 -- Guarantees: the setting is as it was before bind_tenant. (SET LOCAL would last to the end of the caller's transaction.)
@@ -61,13 +69,7 @@ create or replace function relay.unbind_tenant(p_before text) returns void
 language plpgsql
 as $$
 begin
-  if current_setting('app.tenant_id', true) is distinct from p_before then
-    if current_setting('citus.propagate_set_commands', true) is null then
-      p_before := set_config('app.tenant_id', p_before, true);
-    else
-      execute format('set local app.tenant_id = %L', p_before);
-    end if;
-  end if;
+  p_before := relay.set_tenant(p_before);
 end $$;
 
 -- Guarantees: true when the login of this session is bound for *all* relays of the tenant, in one of the kinds.

@@ -4,7 +4,6 @@
 -- run as relay_api already and have pinned their search_path, so there is no SECURITY DEFINER here.
 --
 --   relay.ready_jobs   delayed -> ready
---   relay.take_jobs    ready -> claimed
 --   relay.renew_jobs   a lease goes on
 --   relay.return_jobs  claimed -> ready | delayed, or the end
 --   relay.end_jobs     the end: the queue row goes, the result comes. The only place that does either.
@@ -20,7 +19,8 @@
 --
 -- Two statements, and not one with a CTE: the first one's lock may come after a wait, on a newer version of the row than
 -- its own snapshot shows; only a later statement sees that version. (As one statement, 12,000 of 12,000 valid completions
--- that had waited for a heartbeat found no row.) Between the two the row is locked, so its ctid cannot change.
+-- that had waited for a heartbeat found no row.) Between the two the row is locked, so its ctid cannot change. Only a
+-- claim never waits, and does both in one (see 31_dispatch_claim.sql).
 
 -- Guarantees: the jobs can be claimed.
 create or replace function relay.ready_jobs(p_tenant text, p_rows tid[]) returns void
@@ -31,24 +31,6 @@ as $$
 begin
   update relay.s2r_relay_dispatch_queue q set state = 'ready', available_at = null
   where q.ctid = any (p_rows) and q.tenant_id = p_tenant;
-end $$;
-
--- Guarantees: the attempt is counted and the fence raised in the statement that makes the claim.
-create or replace function relay.take_jobs(
-  p_tenant text, p_rows tid[], p_claimed_by text, p_claim_id uuid, p_at timestamptz, p_until timestamptz)
-returns table (
-  job_id uuid, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz)
-language plpgsql
-set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
-set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
-as $$
-begin
-  return query
-  update relay.s2r_relay_dispatch_queue q
-  set state = 'claimed', attempt = q.attempt + 1, fence = q.fence + 1, claimed_by = p_claimed_by,
-      claim_id = p_claim_id, claimed_at = p_at, lease_expires_at = p_until
-  where q.ctid = any (p_rows) and q.tenant_id = p_tenant
-  returning q.job_id, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at;
 end $$;
 
 -- Guarantees: the leases end at p_until, and nothing else of the rows is changed.
@@ -133,9 +115,9 @@ declare
   v_rows   tid[];
 begin
   with input as materialized (
-    select h.n, h.row_id, v.give_back, case when v.delay > interval '0' then p_at + v.delay end as available_at
+    select h.n, h.row_id, p_give_backs[h.n] as give_back,
+           case when p_delays[h.n] > interval '0' then p_at + p_delays[h.n] end as available_at
     from unnest(p_ns, p_rows) as h (n, row_id)
-    join unnest(p_give_backs, p_delays) with ordinality as v (give_back, delay, n) on v.n = h.n
   ), back as (
     update relay.s2r_relay_dispatch_queue q
     set state = case when i.available_at is null then 'ready' else 'delayed' end, available_at = i.available_at,
@@ -151,7 +133,8 @@ begin
   return query select b.n, b.job_id, b.relay_id, 'pending' from unnest(v_back, v_jobs, v_relays) as b (n, job_id, relay_id);
   if cardinality(v_back) < cardinality(p_ns) then
     select array_agg(h.n), array_agg(h.row_id) into v_ns, v_rows
-    from unnest(p_ns, p_rows) as h (n, row_id) where not h.n = any (v_back);
+    from unnest(p_ns, p_rows) as h (n, row_id)
+    where not exists (select from unnest(v_back) as b (n) where b.n = h.n);
     return query
     select e.n, e.job_id, e.relay_id, e.status
     from relay.end_jobs(

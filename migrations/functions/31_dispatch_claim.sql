@@ -42,13 +42,21 @@ end $$;
 --   with its fence: every later write must name job id, fence and claimed_by.
 --   Tenants take turns, beginning behind p_start, first an equal share each, then what is left; null in the array is the
 --   tenant that the caller has bound. p_after[i] is a cursor: rows of tenant i with seq <= it are not looked at.
---   Of the rows looked at, those past their deadline are ended in the same call and come back first, outcome 'expired'; so
---   a call that returns fewer than p_limit rows has seen all there was above its cursors. A row with outcome 'delayed'
---   and no job id tells in `remaining` how long until the tenant's next delayed job is due.
+--   Of the rows looked at, those past their deadline are ended in the same call and come too, outcome 'expired', in no
+--   order; so a call that returns fewer than p_limit rows has seen all there was above its cursors. A row with outcome
+--   'delayed' and no job id tells in `remaining` how long until the tenant's next delayed job is due.
 --   The body is null where it is longer than p_body_limit, or the bodies of the tenant before it fill p_batch_limit: then
 --   relay.fetch_body.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: FOR UPDATE SKIP LOCKED on queue rows. It never waits.
+--
+-- Unlike every other verb (see 25_dispatch_rows.sql) it locks its rows and writes them in one statement, because it never
+-- waits for a lock: a row that has changed since the statement's snapshot is not written, and taken by the next round.
+-- With the settings below each part of it can be planned in one way only. An index scan is forbidden, and so is everything
+-- else that reads a table but the Tid Scan of the write; where the rest has an order, one index gives it, for the price
+-- of one forbidden thing, and all other ways take two: another scan, and a sort.
+-- What a lone call costs is the number of its statements and expressions, each of which is set up anew in every
+-- transaction; so there are few.
 create or replace function relay.claim(
   p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval,
   p_after bigint[] default null, p_start bigint default 0, p_body_limit bigint default 65536,
@@ -58,94 +66,109 @@ returns table (
   max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz, remaining interval)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
+set enable_sort = off set enable_incremental_sort = off set enable_hashjoin = off set enable_mergejoin = off
+set jit = off set plan_cache_mode = force_generic_plan
 set timezone = 'UTC'
 as $$
 declare
-  v_tenants bigint := coalesce(cardinality(p_tenants), 0);
+  v_tenants bigint := cardinality(p_tenants);
   v_left    bigint := p_limit;
-  v_share   bigint;
   v_quota   bigint;
   v_got     bigint;
-  v_full    boolean[] := array_fill(false, array[v_tenants::int]);
+  v_full    boolean[];
+  v_turn    bigint := 0;
   v_i       bigint;
   v_before  text;
   v_tenant  text;
+  v_after   bigint;
   v_wait    interval;
   v_now     timestamptz;
-  v_after   bigint;
-  v_rows    tid[];
   v_late    tid[];
 begin
-  if v_tenants = 0 or p_limit is null or p_limit < 1 or coalesce(p_claimed_by, '') = '' or p_claim_id is null
-     or coalesce(p_lease, interval '0') <= interval '0' or coalesce(cardinality(p_after), v_tenants) <> v_tenants
-     or coalesce(p_start, -1) < 0 then
+  if (v_tenants > 0 and p_limit >= 1 and p_claimed_by <> '' and p_claim_id is not null and p_lease > interval '0'
+      and coalesce(cardinality(p_after), v_tenants) = v_tenants and p_start >= 0) is not true then
     raise exception 'claim needs tenants, a positive limit and lease, claimed_by, claim_id, one cursor a tenant, and a start'
       using errcode = 'S2020';
   end if;
-  v_share := greatest(1, p_limit / v_tenants);
 
-  for v_pass in 1..2 loop
-    for v_k in 0..v_tenants - 1 loop
-      exit when v_left <= 0;
-      v_i := (p_start + v_k) % v_tenants + 1;
-      continue when v_pass = 2 and not v_full[v_i];
-      v_quota := case when v_pass = 1 then least(v_share, v_left) else v_left end;
-
+  loop
+    v_i := (p_start + v_turn) % v_tenants + 1;
+    -- Two turns each: an equal share; then all that is left, for whom the share was not enough.
+    v_quota := case when v_turn < v_tenants then least(greatest(1, p_limit / v_tenants), v_left)
+                    when v_full[v_i] then v_left else 0 end;
+    if v_quota > 0 then
       v_before := relay.bind_tenant(p_tenants[v_i], p_relay, '{worker}');
       v_tenant := coalesce(p_tenants[v_i], v_before);
-      if v_pass = 1 then
-        -- One probe, because as a rule there is no delayed job, and a call costs several times as much.
-        perform 1 from relay.s2r_relay_dispatch_queue q
-        where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed'
-        order by q.available_at limit 1;
-        if found then
-          v_wait := relay.promote_due(v_tenant, p_relay, p_limit);
-          if v_wait is not null then
-            outcome := 'delayed'; tenant_id := v_tenant; remaining := v_wait;
-            return next;
-          end if;
+      v_after := coalesce(p_after[v_i], 0);
+      -- One probe, because as a rule there is no delayed job, and a call costs several times as much.
+      perform 1 from relay.s2r_relay_dispatch_queue q
+      where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed'
+      order by q.available_at limit 1;
+      if found and v_turn < v_tenants then
+        v_wait := relay.promote_due(v_tenant, p_relay, p_limit);
+        if v_wait is not null then
+          outcome := 'delayed'; tenant_id := v_tenant; remaining := v_wait;
+          return next;
         end if;
       end if;
-      v_after := coalesce(p_after[v_i], 0);
-      v_now := clock_timestamp();
 
-      -- A sub-select with LIMIT and FOR UPDATE is run as it stands, once: no plan takes more rows than the limit.
-      select count(*), array_agg(l.row_id) filter (where not l.late), array_agg(l.row_id) filter (where l.late)
-      into v_got, v_rows, v_late
-      from (select q.ctid as row_id, q.expires_at <= v_now as late
-            from relay.s2r_relay_dispatch_queue q
-            where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'ready' and q.seq > v_after
-            order by q.seq, q.job_id limit v_quota for update skip locked) l;
-      if v_late is not null then
+      loop
+        v_now := clock_timestamp();
+        -- Three nested loops, one upon the other: so the rows come in the order in which they were looked at, and a sort
+        -- would be a tenth of a lone call for nothing.
         return query
-        select 'expired', v_tenant, e.job_id, null, null, null::bytea, null::bigint, e.attempt, e.max_attempts, e.fence, e.seq,
-               e.created_at, e.expires_at, interval '0'
-        from relay.end_jobs(v_tenant, v_now, false, 'the deadline passed before a relay had claimed the job', null, v_late) e;
-      end if;
-      if v_rows is not null then
-        return query
+        with looked as materialized (
+          select q.ctid as row_id, q.expires_at from relay.s2r_relay_dispatch_queue q
+          where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'ready' and q.seq > v_after
+          order by q.seq, q.job_id limit v_quota for update skip locked
+        ), taken as (
+          update relay.s2r_relay_dispatch_queue q
+          set state = 'claimed', attempt = q.attempt + 1, fence = q.fence + 1, claimed_by = p_claimed_by,
+              claim_id = p_claim_id, claimed_at = v_now, lease_expires_at = v_now + p_lease
+          from looked l
+          where q.ctid = l.row_id and l.expires_at > v_now and q.tenant_id = v_tenant
+          returning q.job_id, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at)
         select 'claimed', v_tenant, t.job_id, r.operation, r.headers,
                case when r.bytes <= p_body_limit
-                     and sum(r.bytes) over (order by t.seq, t.job_id rows unbounded preceding) <= p_batch_limit
-                    then r.body end,
+                     and sum(r.bytes) over (rows unbounded preceding) <= p_batch_limit then r.body end,
                r.bytes, t.attempt, t.max_attempts, t.fence, t.seq, t.created_at, t.expires_at, t.expires_at - v_now
-        from relay.take_jobs(v_tenant, v_rows, p_claimed_by, p_claim_id, v_now, v_now + p_lease) t
+        from taken t
         -- LATERAL … LIMIT 1: as a plain join this became a hash join over the whole request table once that was analyzed.
+        -- The two comparisons are an equality that leaves an order to ask for, and so the primary key to be taken.
         cross join lateral (
           select s.operation, s.request_headers::text as headers, s.request_body as body,
                  octet_length(s.request_body)::bigint as bytes
           from relay.s2r_relay_dispatch_request s
-          where s.tenant_id = v_tenant and s.job_id = t.job_id limit 1) r
-        order by t.seq, t.job_id;
-      end if;
+          where s.tenant_id = v_tenant and s.job_id >= t.job_id and s.job_id <= t.job_id order by s.job_id limit 1) r;
+        get diagnostics v_got = row_count;
+        v_left := v_left - v_got;
+        v_quota := v_quota - v_got;
+        exit when v_quota = 0;
 
-      v_full[v_i] := v_got >= v_quota;
-      v_left := v_left - v_got;
-      -- The second pass goes on where the first one stopped; what the first one took is claimed and no longer ready.
-      perform relay.unbind_tenant(v_before);
-    end loop;
+        -- Fewer than asked for: there were no more, or some are past their deadline.
+        select count(*), array_agg(l.row_id) filter (where l.expires_at <= v_now) into v_got, v_late
+        from (select q.ctid as row_id, q.expires_at from relay.s2r_relay_dispatch_queue q
+              where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'ready' and q.seq > v_after
+              order by q.seq, q.job_id limit v_quota for update skip locked) l;
+        exit when v_got = 0;
+        if v_late is not null then
+          return query
+          select 'expired', v_tenant, e.job_id, null, null, null::bytea, null::bigint, e.attempt, e.max_attempts, e.fence,
+                 e.seq, e.created_at, e.expires_at, interval '0'
+          from relay.end_jobs(
+            v_tenant, v_now, false, 'the deadline passed before a relay had claimed the job', null, v_late) e;
+          v_left := v_left - cardinality(v_late);
+          v_quota := v_quota - cardinality(v_late);
+        end if;
+        -- Others have come meanwhile, or have changed while they were looked at.
+        exit when v_quota = 0 or v_got = cardinality(v_late);
+      end loop;
+      v_full[v_i] := v_quota = 0;
+      v_before := relay.set_tenant(v_before);
+    end if;
+    v_turn := v_turn + 1;
+    exit when v_left = 0 or v_turn = 2 * v_tenants;
   end loop;
 end $$;
 

@@ -32,41 +32,47 @@ set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cach
 as $$
 declare
   v_count    bigint := coalesce(cardinality(p_job_ids), 0);
-  v_name     text;
-  v_last     text := '';
+  v_tenants  text[] := p_tenants;
+  v_firsts   bigint[] := '{1}';
+  v_ends     bigint[] := p_counts;
+  v_distinct bigint;
   v_first    bigint;
-  v_end      bigint;
+  v_end      bigint := coalesce(p_counts[1], 0);
   v_before   text;
   v_tenant   text;
   v_ns       bigint[];
   v_rows     tid[];
-  v_done     bigint[];
-  v_statuses text[];
 begin
-  if (cardinality(p_fences), coalesce(cardinality(p_statuses), v_count), coalesce(cardinality(p_response_statuses), v_count),
-      coalesce(cardinality(p_response_headers), v_count), coalesce(cardinality(p_response_bodies), v_count),
-      coalesce(cardinality(p_error_codes), v_count), coalesce(cardinality(p_error_messages), v_count),
-      cardinality(p_counts), coalesce((select sum(c) from unnest(p_counts) c), 0))
-     is distinct from (v_count, v_count, v_count, v_count, v_count, v_count, v_count, cardinality(p_tenants), v_count)
-     or (0 < all (p_counts)) is not true then
+  if (cardinality(p_fences) = v_count and cardinality(p_counts) = cardinality(p_tenants) and 0 < all (p_counts)
+      and coalesce(cardinality(p_statuses), v_count) = v_count and coalesce(cardinality(p_response_statuses), v_count) = v_count
+      and coalesce(cardinality(p_response_headers), v_count) = v_count
+      and coalesce(cardinality(p_response_bodies), v_count) = v_count
+      and coalesce(cardinality(p_error_codes), v_count) = v_count
+      and coalesce(cardinality(p_error_messages), v_count) = v_count) is not true then
     raise exception 'the arrays of complete must have one length, and p_counts divide it among the tenants'
       using errcode = 'S2020';
   end if;
-  if not p_statuses <@ array['succeeded', 'failed'] then
+  if not p_statuses <@ '{succeeded,failed}' then
     raise exception 'complete takes the status succeeded or failed' using errcode = 'S2020';
+  end if;
+  -- In the order of their names, for the locks.
+  if cardinality(p_tenants) > 1 then
+    select array_agg(u.tenant order by u.tenant collate "C"), array_agg(u.last - u.count + 1 order by u.tenant collate "C"),
+           array_agg(u.last order by u.tenant collate "C"), max(u.last), count(distinct coalesce(u.tenant, ''))
+    into v_tenants, v_firsts, v_ends, v_end, v_distinct
+    from (select c.tenant, c.count, sum(c.count) over (order by c.i)::bigint as last
+          from unnest(p_tenants, p_counts) with ordinality as c (tenant, count, i)) u;
+  end if;
+  if v_end <> v_count or v_distinct < cardinality(p_tenants) then
+    raise exception 'p_counts must add up to the number of jobs, and no tenant be there twice' using errcode = 'S2020';
   end if;
 
   -- Below, each tenant's values are taken by their places in the arrays of all: nothing is done for other rows.
-  for v_name, v_first, v_end in
-    select u.tenant, sum(u.count) over (order by u.i) - u.count + 1, sum(u.count) over (order by u.i)
-    from unnest(p_tenants, p_counts) with ordinality as u (tenant, count, i) order by u.tenant collate "C"
-  loop
-    v_before := relay.bind_tenant(v_name, p_relay, '{worker}');
-    v_tenant := coalesce(v_name, v_before);
-    if v_name is not distinct from v_last then
-      raise exception 'a tenant is there twice' using errcode = 'S2020';
-    end if;
-    v_last := v_name;
+  for v_i in 1..cardinality(p_tenants) loop
+    v_first := v_firsts[v_i];
+    v_end := v_ends[v_i];
+    v_before := relay.bind_tenant(v_tenants[v_i], p_relay, '{worker}');
+    v_tenant := coalesce(v_tenants[v_i], v_before);
 
     select array_agg(i.n), array_agg(l.row_id) into v_ns, v_rows
     from (select distinct on (u.job_id, u.fence) u.n, u.job_id, u.fence
@@ -78,38 +84,34 @@ begin
         and q.relay_id = p_relay
       limit 1 for update) l;
 
-    v_done := null;
     if v_ns is not null then
-      select array_agg(e.n), array_agg(e.status) into v_done, v_statuses
+      return query
+      select e.n, case when e.status = 'expired' then 'stale' else 'applied' end, e.status
       from relay.end_jobs(
         v_tenant, clock_timestamp(), true, 'the deadline passed before the completion', v_ns, v_rows, 'succeeded',
         p_statuses, p_response_statuses, p_response_headers, p_response_bodies, p_error_codes, p_error_messages) e;
-
-      return query
-      select d.n, case when d.status = 'expired' then 'stale' else 'applied' end, d.status
-      from unnest(v_done, v_statuses) as d (n, status);
       if p_notify then
         -- 33 bytes an id: 200 of them stay below the 8000 bytes that a payload may have.
         perform pg_notify(relay.channel_name('result', v_tenant, null), string_agg(replace(d.job_id::text, '-', ''), ','))
         from (select p_job_ids[u.n] as job_id, (u.i - 1) / 200 as part
-              from unnest(v_done) with ordinality as u (n, i)) d
+              from unnest(v_ns) with ordinality as u (n, i)) d
         group by d.part;
       end if;
     end if;
 
-    if cardinality(v_done) is distinct from v_end - v_first + 1 then
+    if cardinality(v_ns) is distinct from v_end - v_first + 1 then
       -- A new statement, and so a new snapshot: it sees a completion that committed while the lock was waited for.
       return query
       select u.n, case when r.mine then 'repeated' else 'stale' end, r.status
-      from (select i as n, p_job_ids[i] as job_id, p_fences[i] as fence from generate_series(v_first, v_end) i
-            where not i = any (coalesce(v_done, '{}'))) u
+      from (select i as n, p_job_ids[i] as job_id, p_fences[i] as fence
+            from (select i from generate_series(v_first, v_end) i except select unnest(v_ns)) m (i)) u
       left join lateral (
         -- Only the claim's own completion leaves fence and claimed_by as they were: see end_jobs.
         select d.status, d.fence = u.fence and d.claimed_by = p_claimed_by and d.status <> 'expired' as mine
         from relay.s2r_relay_dispatch_result d
         where d.tenant_id = v_tenant and d.job_id = u.job_id and d.relay_id = p_relay limit 1) r on true;
     end if;
-    perform relay.unbind_tenant(v_before);
+    v_before := relay.set_tenant(v_before);
   end loop;
 end $$;
 
@@ -131,7 +133,7 @@ declare
   v_name   text;
   v_before text;
   v_tenant text;
-  v_inputs bigint;
+  v_places bigint[];
   v_held   bigint[];
   v_rows   tid[];
 begin
@@ -139,16 +141,17 @@ begin
      or coalesce(p_lease, interval '0') <= interval '0' then
     raise exception 'heartbeat needs arrays of one length and a positive lease' using errcode = 'S2020';
   end if;
-  for v_name, v_inputs in
-    select u.tenant, count(*) from unnest(p_tenants) as u (tenant) group by u.tenant order by u.tenant
+  -- The places of each tenant's rows, so that nothing is done for it with other rows.
+  for v_name, v_places in
+    select u.tenant, array_agg(u.n) from unnest(p_tenants) with ordinality as u (tenant, n)
+    group by u.tenant order by u.tenant collate "C"
   loop
     v_before := relay.bind_tenant(v_name, p_relay, '{worker}');
     v_tenant := coalesce(v_name, v_before);
 
-    select coalesce(array_agg(i.n), '{}'), array_agg(l.row_id) into v_held, v_rows
-    from (select u.n, u.job_id, u.fence
-          from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
-          where u.tenant is not distinct from v_name order by u.job_id) i
+    select array_agg(i.n), array_agg(l.row_id) into v_held, v_rows
+    from (select u.n, p_job_ids[u.n] as job_id, p_fences[u.n] as fence
+          from unnest(v_places) as u (n) order by p_job_ids[u.n]) i
     cross join lateral (
       select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
       where q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
@@ -158,17 +161,16 @@ begin
     perform relay.renew_jobs(v_tenant, v_rows, clock_timestamp() + p_lease);
 
     return query select h.n, 'applied' from unnest(v_held) as h (n);
-    if cardinality(v_held) < v_inputs then
+    if cardinality(v_held) is distinct from cardinality(v_places) then
       return query
       select u.n, case when l.here then 'busy' else 'stale' end
-      from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
+      from (select unnest(v_places) except select unnest(v_held)) as u (n)
       left join lateral (
         select true as here from relay.s2r_relay_dispatch_queue q
-        where q.tenant_id = v_tenant and q.job_id = u.job_id and q.fence = u.fence and q.claimed_by = p_claimed_by
-          and q.relay_id = p_relay limit 1) l on true
-      where u.tenant is not distinct from v_name and not u.n = any (v_held);
+        where q.tenant_id = v_tenant and q.job_id = p_job_ids[u.n] and q.fence = p_fences[u.n]
+          and q.claimed_by = p_claimed_by and q.relay_id = p_relay limit 1) l on true;
     end if;
-    perform relay.unbind_tenant(v_before);
+    v_before := relay.set_tenant(v_before);
   end loop;
 end $$;
 
@@ -191,6 +193,7 @@ declare
   v_name   text;
   v_before text;
   v_tenant text;
+  v_places bigint[];
   v_ns     bigint[];
   v_rows   tid[];
 begin
@@ -203,28 +206,32 @@ begin
              where coalesce(u.delay < interval '0' or u.delay > interval '10000 days', true)) then
     raise exception 'a delay must be finite and not negative' using errcode = 'S2021';
   end if;
-  for v_name in select distinct u.tenant from unnest(p_tenants) as u (tenant) order by u.tenant loop
+  for v_name, v_places in
+    select u.tenant, array_agg(u.n) from unnest(p_tenants) with ordinality as u (tenant, n)
+    group by u.tenant order by u.tenant collate "C"
+  loop
     v_before := relay.bind_tenant(v_name, p_relay, '{worker}');
     v_tenant := coalesce(v_name, v_before);
 
-    select coalesce(array_agg(i.n), '{}'), array_agg(l.row_id) into v_ns, v_rows
+    select array_agg(i.n), array_agg(l.row_id) into v_ns, v_rows
     from (select distinct on (u.job_id, u.fence) u.n, u.job_id, u.fence
-          from unnest(p_tenants, p_job_ids, p_fences) with ordinality as u (tenant, job_id, fence, n)
-          where u.tenant is not distinct from v_name order by u.job_id, u.fence, u.n) i
+          from (select i as n, p_job_ids[i] as job_id, p_fences[i] as fence from unnest(v_places) i) u
+          order by u.job_id, u.fence, u.n) i
     cross join lateral (
       select q.ctid as row_id from relay.s2r_relay_dispatch_queue q
       where q.tenant_id = v_tenant and q.job_id = i.job_id and q.fence = i.fence and q.claimed_by = p_claimed_by
         and q.relay_id = p_relay
       limit 1 for update) l;
 
+    if v_ns is not null then
+      return query
+      select b.n, 'applied', b.status
+      from relay.return_jobs(v_tenant, clock_timestamp(), v_ns, v_rows, p_give_backs, p_delays, p_error_codes,
+                             p_error_messages) b;
+    end if;
     return query
-    select b.n, 'applied', b.status
-    from relay.return_jobs(v_tenant, clock_timestamp(), v_ns, v_rows, p_give_backs, p_delays, p_error_codes,
-                           p_error_messages) b;
-    return query
-    select u.n, 'stale', null::text from unnest(p_tenants) with ordinality as u (tenant, n)
-    where u.tenant is not distinct from v_name and not u.n = any (v_ns);
-    perform relay.unbind_tenant(v_before);
+    select u.n, 'stale', null::text from (select unnest(v_places) except select unnest(v_ns)) as u (n);
+    v_before := relay.set_tenant(v_before);
   end loop;
 end $$;
 
