@@ -182,10 +182,12 @@ class TenantClient:
             )
         )
         # No later than anybody would care for the job.
-        bounds = [self._runtime.settings.write_timeout_seconds]
-        bounds += [] if seconds is None else [seconds]
-        bounds += [] if row.ttl is None else [row.ttl.total_seconds()]
-        give_up_at = started_at + min(bounds)
+        lifetime = None if row.ttl is None else row.ttl.total_seconds()
+        give_up_at = started_at + min(
+            self._runtime.settings.write_timeout_seconds,
+            math.inf if seconds is None else seconds,
+            math.inf if lifetime is None else lifetime,
+        )
         if row.idempotency_key is not None:
             job_id = await self._enqueue_keyed(row, True, give_up_at)
             return await self.wait(
@@ -200,7 +202,8 @@ class TenantClient:
             _into(future),
             timeout=seconds,
             storing=True,
-            deadline=None if row.ttl is None else started_at + row.ttl.total_seconds(),
+            deadline=None if lifetime is None else started_at + lifetime,
+            ends_first=seconds is not None and lifetime is not None and seconds <= lifetime,
         )
 
         def on_enqueued(_item: object, answer: bool | Exception) -> None:

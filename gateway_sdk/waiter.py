@@ -85,13 +85,14 @@ class ResultWaiter:
         timeout: float | None = None,
         storing: bool = False,
         deadline: float | None = None,
+        ends_first: bool = False,
     ) -> Wait:
         """Call `deliver(outcome)` once, when the job has ended, `timeout` seconds have passed, or the deadline.
 
         With a `timeout` of 0 it waits for the answer to one poll, but no longer than `_SILENCE_SECONDS`.
 
         `storing`: the caller is about to enqueue the job, and says so by `Wait.stored`; `deadline` is then a monotonic
-        time that is not after the job's deadline.
+        time that is not after the job's deadline. `ends_first`: the timeout is not after it either.
 
         Raises: ClientClosedError.
         """
@@ -113,12 +114,17 @@ class ResultWaiter:
         if timeout is not None:
             wait.timer = self._loop.call_later(_SILENCE_SECONDS if wait.is_look else timeout, self._timed_out, wait)
         if is_new:
-            if deadline is not None:
+            if ends_first:
+                job.deadline = deadline
+            elif deadline is not None:
                 self._arm(job, deadline)
             if not storing:
                 self._poll(job)
             self._plan(job)
-        elif wait.is_look or (not job.polling and not self._channels.is_listening(tenant)):
+            return wait
+        if job.deadline is not None:
+            self._arm(job, job.deadline)  # another one waits now, and perhaps for longer
+        if wait.is_look or (not job.polling and not self._channels.is_listening(tenant)):
             self._poll(job)  # else it will be told, by the poll under way or by a push
         return wait
 
@@ -148,7 +154,7 @@ class ResultWaiter:
             return
         # Where it has been listened to since before the commit, a result will ring: no poll is needed, but to learn of
         # a deadline that only the database knows (`expires_at`, by its clock).
-        is_told = job.timer is not None and self._channels.is_listening(job.room.tenant)
+        is_told = (job.timer or job.deadline) is not None and self._channels.is_listening(job.room.tenant)
         if job.again or job.at_deadline or not is_told:
             job.again = False
             self._poll(job)
@@ -265,6 +271,7 @@ class ResultWaiter:
 
     def _arm(self, job: Job, deadline: float) -> None:
         """Set the timer for a deadline that is not before `deadline`; each poll gives a closer one."""
+        job.deadline = None
         self._set_timer(job, max(0.001, deadline - time.monotonic()), self._reached)
 
     def _reached(self, job: Job) -> None:

@@ -65,6 +65,7 @@ class Job:
         "again",
         "asked_at",
         "at_deadline",
+        "deadline",
         "due",
         "error",
         "expired",
@@ -100,6 +101,8 @@ class Job:
         """Why the last poll had no answer."""
         self.timer: asyncio.TimerHandle | None = None
         """For the deadline, as far as it is known, or for the end of the grace behind it."""
+        self.deadline: float | None = None
+        """Kept in place of a timer while the only wait ends no later: timers are a good part of what a wait costs."""
         self.at_deadline = False
         self.expired: DispatchResult | None = None
         """What a poll has called expired, and nobody has stored yet."""

@@ -443,20 +443,21 @@ async def test_a_login_that_bypasses_row_security_is_told_why(
 # --- connections that are kept ---
 
 
-async def test_connections_stay_out_of_the_drivers_pool_between_their_uses(database: TestDatabase) -> None:
+async def test_connections_stay_out_of_the_drivers_pool_between_their_uses(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[None] = []
+    acquire = asyncpg.pool.Pool.acquire
+
+    def count(self: Any, **options: Any) -> Any:
+        taken.append(None)
+        return acquire(self, **options)
+
+    monkeypatch.setattr(asyncpg.pool.Pool, "acquire", count)
     async with Database(database.gateway_dsn, min_size=1, max_size=2) as pool:
-        taken = 0
-        acquire = pool._pool.acquire
-
-        def count() -> object:
-            nonlocal taken
-            taken += 1
-            return acquire()
-
-        pool._pool.acquire = count
         for _ in range(5):
             await pool.execute("select 1")
-        assert taken == 1
+    assert len(taken) == 1
 
 
 async def test_whoever_waits_for_a_connection_is_served_in_turn_and_a_cancelled_one_takes_none_along(

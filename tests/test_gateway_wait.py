@@ -653,8 +653,7 @@ async def test_a_wait_without_a_bound_of_its_own_does_not_outlive_an_unreachable
     database: TestDatabase,
 ) -> None:
     async with open_client(database.gateway_dsn, connect_timeout_seconds=0.5) as client:
-        pool = client._runtime.database._pool  # type: ignore[union-attr]
-        await pool.close()
+        client._runtime.database.terminate()  # type: ignore[union-attr]
         job_id = uuid4()
         with pytest.raises(DatabaseUnavailableError) as caught, anyio.fail_after(5):
             await client.tenant("acme").wait(job_id)

@@ -72,13 +72,15 @@ begin
     from unnest(p_job_ids) with ordinality as u (job_id, n)
     left join lateral (
       -- octet_length of a body reads its header and not the body itself.
-      select s.status, s.attempt, s.response_status, s.response_headers::text as headers, s.response_body as body,
-             coalesce(octet_length(s.response_body), 0) + coalesce(octet_length(s.response_headers::text), 0) as bytes,
-             s.error_code, s.error_message, s.created_at, s.claimed_at, s.completed_at, s.expires_at
-      from relay.s2r_relay_dispatch_result s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) d on true
+      select r.*, coalesce(octet_length(r.body), 0) + coalesce(octet_length(r.headers), 0) as bytes
+      from (
+        select s.status, s.attempt, s.response_status, s.response_headers::text as headers, s.response_body as body,
+               s.error_code, s.error_message, s.created_at, s.claimed_at, s.completed_at, s.expires_at
+        from relay.s2r_relay_dispatch_result s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) r) d on true
     left join lateral (
       select s.state, s.attempt, s.created_at, s.claimed_at, s.expires_at
-      from relay.s2r_relay_dispatch_queue s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) q on true
+      from relay.s2r_relay_dispatch_queue s
+      where d.status is null and s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) q on true
     where d.status is not null or q.state is not null) j;
   perform relay.unbind_tenant(v_before);
 end $$;
