@@ -406,7 +406,6 @@ async def test_a_claim_and_a_completion_touch_few_pages_a_job_beside_thousands(
 
         await pages(100)
         found = {batch: await pages(batch) for batch in (1, 10, 100)}
-    print(found)
     assert found[1] < (60, 60), found
     assert found[10] < (20, 30), found
     assert found[100] < (15, 20), found

@@ -19,8 +19,8 @@
 --
 -- Two statements, and not one with a CTE: the first one's lock may come after a wait, on a newer version of the row than
 -- its own snapshot shows; only a later statement sees that version. (As one statement, 12,000 of 12,000 valid completions
--- that had waited for a heartbeat found no row.) Between the two the row is locked, so its ctid cannot change. Only a
--- claim never waits, and does both in one (see 31_dispatch_claim.sql).
+-- that had waited for a heartbeat found no row.) Between the two the row is locked, so its ctid cannot change.
+-- (A claim writes its rows itself, in the same way: see 31_dispatch_claim.sql.)
 
 -- Guarantees: the jobs can be claimed.
 create or replace function relay.ready_jobs(p_tenant text, p_rows tid[]) returns void
