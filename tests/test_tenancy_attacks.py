@@ -261,4 +261,4 @@ async def test_a_foreign_job_id_cannot_be_told_from_an_unknown_one(
     enqueue_call, arguments = verbs("a", "one", foreign.job_id)["enqueue"]
     arguments[1] = [foreign.job_id]
     (stored,) = await gateway.fetch(f"select * from {enqueue_call}", *arguments)
-    assert stored["inserted"] is True
+    assert stored[0] == [], "none was there already"
