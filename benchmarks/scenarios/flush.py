@@ -4,10 +4,10 @@
 and all that commit meanwhile go with it. A transaction that carries NOTIFY holds a lock of the whole database over its
 commit, and so over the wait: then they go one by one. Set for the sample's own database, which goes with the sample.
 
-16 gateway processes with 4 tasks each, and 4, one awaited enqueue after the other for some seconds; a session listens on the
-relay's channel, and so does each gateway on its own. `ours` wakes the relay with each, `off` says `notify=False`. The
-bare side makes the same by INSERT, and by INSERT + NOTIFY in one transaction, on 4 connections in each process: how far
-the collapse goes, and that there is one to avoid here.
+16 gateway processes with 4 tasks each, and 4, one awaited enqueue after the other for some seconds; a session listens
+on the relay's channel, and so does each gateway on its own. `ours` wakes the relay with each, `off` says
+`notify=False`. The bare side makes the same by INSERT, and by INSERT + NOTIFY in one transaction, on 4 connections in
+each process: how far the collapse goes, and that there is one to avoid here.
 
 Jobs a second are those acknowledged within the time. Every job that was acknowledged is stored, once. None is run: a
 relay at work would take from the server what is to be measured, and more of it where it is woken.
