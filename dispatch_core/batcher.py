@@ -59,6 +59,7 @@ class Batcher(Generic[In, Out]):
     """
 
     __slots__ = (
+        "_answered",
         "_backoff_base",
         "_backoff_cap",
         "_bytes",
@@ -93,12 +94,14 @@ class Batcher(Generic[In, Out]):
         backoff_base: float = 0.05,
         backoff_cap: float = 2.0,
         splits: Callable[[RelayDispatchError], bool] = is_row_fault,
+        answered: Callable[[list[In], Sequence[Out | Exception]], None] | None = None,
     ) -> None:
         """Take the bounds of one batch; an item above `max_bytes` goes alone.
 
         `concurrency`: batches under way at once. `retries`: how often a batch is sent again where the database is
         unavailable (only if `idempotent`) or busy (then it had no effect); None is without end. Backoff in seconds.
-        `splits`: which errors halve the batch; narrow it where an error can only be everybody's.
+        `splits`: which errors halve the batch; narrow it where an error can only be everybody's. `answered`: called
+        with each batch and its answers, in place of a call-back for each item; items then come by `put`.
         """
         self._flush = flush
         self._max_items = max_items
@@ -109,6 +112,7 @@ class Batcher(Generic[In, Out]):
         self._backoff_base = backoff_base
         self._backoff_cap = backoff_cap
         self._splits = splits
+        self._answered = answered
         # Three lists side by side and no record per item: a whole batch is then taken by swapping the lists.
         self._items: list[In] = []
         self._sizes: list[int] = []
@@ -151,9 +155,21 @@ class Batcher(Generic[In, Out]):
         """
         if self._closed:
             raise DatabaseUnavailableError("closed: nothing was sent")
+        self._sinks.append(callback)
+        self._add(item, size)
+
+    def put(self, item: In, size: int) -> None:
+        """Add `item` of `size` bytes; `answered` is called with it and the others of its batch.
+
+        Raises: DatabaseUnavailableError after `close`.
+        """
+        if self._closed:
+            raise DatabaseUnavailableError("closed: nothing was sent")
+        self._add(item, size)
+
+    def _add(self, item: In, size: int) -> None:
         self._items.append(item)
         self._sizes.append(size)
-        self._sinks.append(callback)
         self._bytes += size
         # One worker is woken for all that comes in this turn of the loop. When it takes its batch it wakes the next.
         if not self._waking and self._sleepers:
@@ -322,6 +338,9 @@ class Batcher(Generic[In, Out]):
         sinks: list[_Sink[Out, In]],
         results: Sequence[Out | Exception],
     ) -> None:
+        if self._answered is not None:
+            self._answered(items, results)
+            return
         fault: Exception | None = None
         for item, sink, result in zip(items, sinks, results, strict=True):
             if isinstance(sink, asyncio.Future):

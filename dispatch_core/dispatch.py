@@ -45,7 +45,6 @@ from dispatch_core.requests import MAX_BODY_BYTES, MAX_TTL_SECONDS, EnqueueRow, 
 
 __all__ = ["EnqueueRow", "RelayDispatchRepository", "prepare"]
 
-MAX_ERROR_BYTES: Final = 4000
 _MAX_KEEP_SECONDS: Final = 10_000 * 86400.0
 
 _ENQUEUE: Final = "select relay.enqueue($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
@@ -63,7 +62,8 @@ from relay.claim_again($1, $2, $3, $4, $5, $6)"""
 _FETCH_BODY: Final = "select body from relay.fetch_body($1, $2, $3, $4, $5)"
 _HEARTBEAT: Final = "select n, outcome from relay.heartbeat($1, $2, $3, $4, $5, $6)"
 _COMPLETE: Final = (
-    "select n, outcome, status from relay.complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
+    "select n, outcome, status from relay.complete($1, $2, $3, $4, $5::text::uuid[], $6::text::bigint[], $7,"
+    " $8::text::bigint[], $9, $10, $11, $12, $13)"
 )
 _RETRY: Final = "select n, outcome, status from relay.retry($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 _RELEASE: Final = "select n, outcome, status from relay.release($1, $2, $3, $4, $5, $6)"
@@ -306,13 +306,14 @@ class RelayDispatchRepository:
         after: Sequence[int] | None = None,
         start: int = 0,
         body_limit_bytes: int = 65536,
+        timeout: float | None = None,
     ) -> ClaimedJobs:
         """Claim at most `limit` jobs of the relay, the lowest `seq` first; never waits for a lock.
 
         `claimed_by` is the id of this relay instance, new at every start. `tenants` (default: the repository's own)
         take turns from `start`; `after` is a cursor for each, and without it the claim starts at zero. Bodies over
-        `body_limit_bytes` come as `body_pending`: see `fetch_body`. Not idempotent: after a lost reply ask
-        `claim_again` with the same `claim_id`.
+        `body_limit_bytes` come as `body_pending`: see `fetch_body`. `timeout`: seconds for the statement, in place of
+        the connection's own. Not idempotent: after a lost reply ask `claim_again` with the same `claim_id`.
         """
         _check_holder(relay_id, claimed_by)
         names = [self._tenant] if tenants is None else list(tenants)
@@ -330,6 +331,7 @@ class RelayDispatchRepository:
                 start,
                 body_limit_bytes,
                 4 * 1024 * 1024,
+                timeout=timeout,
             )
         return read.claimed(records, relay_id, sent_at)
 
@@ -434,10 +436,18 @@ class RelayDispatchRepository:
         return 1 if settled[0].outcome is WriteOutcome.APPLIED else 0
 
     async def complete_many(
-        self, relay_id: str, completions: Sequence[Completion], *, claimed_by: str
+        self,
+        relay_id: str,
+        completions: Sequence[Completion],
+        *,
+        claimed_by: str,
+        notify: bool = False,
+        timeout: float | None = None,
     ) -> list[Settled]:
         """End claimed jobs in one statement; what became of each comes in the same order.
 
+        `notify` rings the tenants' gateways in the same transaction for the jobs that it ends: see `ring_inside` for
+        when not to. `timeout`: seconds for the statement, in place of the connection's own.
         Idempotent: a completion that an earlier call applied reads `repeated`. One past its deadline reads `stale` with
         status `expired`. Raises: InvalidHeadersError, InvalidResultError, before any SQL.
         """
@@ -445,48 +455,10 @@ class RelayDispatchRepository:
         if not completions:
             await self._require_tenant()
             return []
-        tenant = self._tenant
-        for item in completions:
-            if item.status != "succeeded" and item.status != "failed":
-                raise InvalidInputError(f"a job completes as succeeded or failed, not {item.status!r}")
-            if item.response_status is not None and not read.is_bigint(item.response_status):
-                raise InvalidResultError("response_status must be a whole number that fits 64 bits")
-        # Rows go grouped by tenant; places[i] is where the i-th row sent has come from.
-        groups: dict[str | None, list[int]] = {}
-        for place, item in enumerate(completions):
-            groups.setdefault(tenant if item.tenant_id is None else item.tenant_id, []).append(place)
-        places = [place for group in groups.values() for place in group]
-        items = completions if len(groups) == 1 else [completions[place] for place in places]
-        with mapped_errors(job_id=items[0].job_id if len(items) == 1 else None):
-            records = await self._conn.fetch(
-                _COMPLETE,
-                relay_id,
-                claimed_by,
-                list(groups),
-                [len(group) for group in groups.values()],
-                [item.job_id for item in items],
-                [item.fence for item in items],
-                [item.status for item in items],
-                [item.response_status for item in items],
-                [
-                    None if item.response_headers is None else codec.encode_headers(item.response_headers)
-                    for item in items
-                ],
-                [item.response_body for item in items],
-                [None if item.error_code is None else codec.sanitize(item.error_code, 200) for item in items],
-                [
-                    None if item.error_message is None else codec.sanitize(item.error_message, MAX_ERROR_BYTES)
-                    for item in items
-                ],
-                False,
-            )
-        settled = read.settled(records, len(items))
-        if len(groups) == 1:
-            return settled
-        answers = settled.copy()
-        for place, answer in zip(places, settled, strict=True):
-            answers[place] = answer
-        return answers
+        columns, places = read.completion_columns(completions, self._tenant)
+        with mapped_errors(job_id=completions[0].job_id if len(completions) == 1 else None):
+            records = await self._conn.fetch(_COMPLETE, relay_id, claimed_by, *columns, notify, timeout=timeout)
+        return read.settled(records, len(completions), places)
 
     async def retry(self, relay_id: str, items: Sequence[PutBack], *, claimed_by: str) -> list[Settled]:
         """Put claimed jobs back, to run again after their delay; or end them where that cannot be.
@@ -510,7 +482,7 @@ class RelayDispatchRepository:
                 [item.give_back for item in items],
                 [codec.sanitize(item.error_code, 200) for item in items],
                 [
-                    None if item.error_message is None else codec.sanitize(item.error_message, MAX_ERROR_BYTES)
+                    None if item.error_message is None else codec.sanitize(item.error_message, read.MAX_ERROR_BYTES)
                     for item in items
                 ],
             )

@@ -1,6 +1,8 @@
-"""Read what the functions of the dispatch room return: records in, values out.
+"""Write what the functions of the dispatch room take, and read what they return: values to arrays, records to values.
 
-This is the relay's hot path: few objects per row, and none that could be shared.
+This is the relay's hot path: few objects per row, and none that could be shared. Arrays are dear: the driver asks of
+each element whether it is an array itself, which costs more than to encode it. So a column that says nothing is null
+as a whole, and ids and numbers go as the text of an array, which the server reads in a tenth of that time.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from typing import Any, Final
 from uuid import UUID
 
 from dispatch_core import codec
-from dispatch_core.errors import MalformedHeadersError
+from dispatch_core.errors import InvalidInputError, InvalidResultError, MalformedHeadersError
 from dispatch_core.models import (
     ClaimedJobs,
+    Completion,
     DispatchJob,
     DispatchResult,
     DispatchStatus,
@@ -22,7 +25,9 @@ from dispatch_core.models import (
     WriteOutcome,
 )
 
-__all__ = ["OUTCOMES", "STATUSES", "claimed", "is_bigint", "results", "settled"]
+__all__ = ["OUTCOMES", "STATUSES", "SUCCEEDED", "claimed", "completion_columns", "is_bigint", "results", "settled"]
+
+MAX_ERROR_BYTES: Final = 4000
 
 OUTCOMES: Final = {outcome.value: outcome for outcome in WriteOutcome}
 STATUSES: Final = {status.value: status for status in DispatchStatus}
@@ -34,24 +39,127 @@ _SETTLED: Final = {
 }
 
 
+SUCCEEDED: Final = _SETTLED["applied", "succeeded"]
+"""The answer that nearly all have: it may be told by its identity."""
+
+
 def is_bigint(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-def settled(records: Sequence[Any], count: int) -> list[Settled]:
+# --- complete ---------------------------------------------------------------------------------------------------------
+
+
+def completion_columns(
+    completions: Sequence[Completion], tenant: str | None
+) -> tuple[tuple[object, ...], list[int] | None]:
+    """Return the arguments of `relay.complete` from p_tenants to p_error_messages; and, where the rows had to be
+    grouped by tenant, the place from which each row sent has come.
+
+    `tenant` is whose those are that name none. Raises: InvalidInputError, InvalidResultError, InvalidHeadersError.
+    """
+    items = completions
+    places: list[int] | None = None
+    names: list[str | None] = [item.tenant_id for item in items]
+    if names.count(names[0]) == len(names):
+        names, counts = [tenant if names[0] is None else names[0]], [len(items)]
+    else:
+        groups: dict[str | None, list[int]] = {}
+        for place, name in enumerate(names):
+            groups.setdefault(tenant if name is None else name, []).append(place)
+        names, counts = list(groups), [len(group) for group in groups.values()]
+        if len(groups) > 1:
+            places = [place for group in groups.values() for place in group]
+            items = [completions[place] for place in places]
+    statuses = [item.status for item in items]
+    succeeded = statuses.count("succeeded")
+    if succeeded + statuses.count("failed") < len(items):
+        wrong = next(status for status in statuses if status not in ("succeeded", "failed"))
+        raise InvalidInputError(f"a job completes as succeeded or failed, not {wrong!r}")
+    columns = (
+        names,
+        counts,
+        _ids(items),
+        _numbers([item.fence for item in items]),
+        None if succeeded == len(items) else statuses,
+        _response_statuses([item.response_status for item in items]),
+        _or_null(
+            [
+                item.headers_json
+                if item.headers_json is not None or item.response_headers is None
+                else codec.encode_headers(item.response_headers)
+                for item in items
+            ]
+        ),
+        _or_null([item.response_body for item in items]),
+        _or_null([None if item.error_code is None else codec.sanitize(item.error_code, 200) for item in items]),
+        _or_null(
+            [
+                None if item.error_message is None else codec.sanitize(item.error_message, MAX_ERROR_BYTES)
+                for item in items
+            ]
+        ),
+    )
+    return columns, places
+
+
+def _or_null(column: list[Any]) -> list[Any] | None:
+    return None if column.count(None) == len(column) else column
+
+
+def _ids(items: Sequence[Completion]) -> str:
+    try:
+        # A comma every 16 bytes: many times faster than the ids' own texts, joined.
+        return f"{{{b''.join([item.job_id.bytes for item in items]).hex(',', 16)}}}"
+    except (AttributeError, TypeError):
+        raise InvalidInputError("a job id must be a UUID") from None
+
+
+def _numbers(numbers: list[int]) -> str:
+    try:
+        if min(numbers) >= -(2**63) and max(numbers) < 2**63:
+            return f"{{{','.join([f'{number:d}' for number in numbers])}}}"
+    except (TypeError, ValueError):
+        pass
+    raise InvalidInputError("a fence must be a whole number that fits 64 bits")
+
+
+def _response_statuses(numbers: list[int | None]) -> str | None:
+    first = numbers[0]
+    if first is not None and not is_bigint(first):
+        raise InvalidResultError("response_status must be a whole number that fits 64 bits")
+    if numbers.count(first) == len(numbers) and len(set(map(type, numbers))) == 1:
+        return None if first is None else f"{{{(f'{first:d},' * len(numbers))[:-1]}}}"
+    if not all(number is None or is_bigint(number) for number in numbers):
+        raise InvalidResultError("response_status must be a whole number that fits 64 bits")
+    return f"{{{','.join(['null' if number is None else f'{number:d}' for number in numbers])}}}"
+
+
+def settled(records: Sequence[Any], count: int, places: Sequence[int] | None = None) -> list[Settled]:
     answers: list[Settled] = [_SETTLED["stale", None]] * count
-    for n, outcome, status in records:
-        answers[n - 1] = _SETTLED[outcome, status]
+    if places is None:
+        for n, outcome, status in records:
+            answers[n - 1] = _SETTLED[outcome, status]
+    else:
+        for n, outcome, status in records:
+            answers[places[n - 1]] = _SETTLED[outcome, status]
     return answers
+
+
+# --- claim ------------------------------------------------------------------------------------------------------------
 
 
 def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJobs:
     found = ClaimedJobs()
-    jobs = found.jobs
+    add = found.jobs.append
+    decode = codec.decode_headers
+    tenant = ""
+    # Rows come tenant by tenant; one tenant may come twice.
+    count = highest = 0
     for record in records:
         (
             outcome,
-            tenant,
+            name,
             job_id,
             operation,
             headers,
@@ -66,21 +174,24 @@ def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJob
             remaining,
         ) = record
         if outcome == "delayed":
-            found.next_due[tenant] = remaining.total_seconds()
+            found.next_due[name] = remaining.total_seconds()
             continue
-        found.looked_at += 1
-        found.counts[tenant] = found.counts.get(tenant, 0) + 1
-        # Claimed jobs come ascending, so the last one is the highest of them.
-        found.cursors[tenant] = seq
+        if name != tenant:
+            _note(found, tenant, count, highest)
+            tenant, count, highest = name, 0, 0
+        count += 1
+        # Claimed jobs come ascending, but those that have expired come behind them.
+        if seq > highest:
+            highest = seq
         if outcome == "expired":
             found.expired.append(EndedJob(tenant, relay_id, job_id, DispatchStatus.EXPIRED))
             continue
         try:
-            decoded = {} if headers == "{}" else codec.decode_headers(headers, job_id)
+            decoded = decode(headers, job_id)
         except MalformedHeadersError as error:
             found.malformed.append(MalformedJob(job_id, tenant, attempt, fence, error))
             continue
-        jobs.append(
+        add(
             DispatchJob(
                 job_id,
                 tenant,
@@ -99,7 +210,18 @@ def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJob
                 body is None and body_bytes > 0,
             )
         )
+    _note(found, tenant, count, highest)
     return found
+
+
+def _note(found: ClaimedJobs, tenant: str, count: int, highest: int) -> None:
+    if count:
+        found.looked_at += count
+        found.counts[tenant] = found.counts.get(tenant, 0) + count
+        found.cursors[tenant] = highest
+
+
+# --- poll -------------------------------------------------------------------------------------------------------------
 
 
 def results(

@@ -170,7 +170,10 @@ class ClaimedJobs:
 
 @dataclass(slots=True)
 class Completion:
-    """One completion of a batch. Headers, body and texts must be storable: see `codec`."""
+    """One completion of a batch. Headers, body and texts must be storable: see `codec`.
+
+    `headers_json`: what `codec.encode_headers` has made of the headers, where that is done already; it goes first.
+    """
 
     job_id: UUID
     fence: int
@@ -181,6 +184,7 @@ class Completion:
     response_body: bytes | None = None
     error_code: str | None = None
     error_message: str | None = None
+    headers_json: str | None = None
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 from uuid import UUID
 
@@ -71,7 +71,7 @@ class Claimer:
         settings: RelaySettings,
         database: Database,
         slots: Slots,
-        deliver: Callable[[ClaimedJobs, float], Awaitable[None]],
+        deliver: Callable[[ClaimedJobs, float], None],
         metrics: RelayMetrics,
     ) -> None:
         """Take `deliver(jobs, sent_at)`, which takes a slot for each job and starts it."""
@@ -207,17 +207,17 @@ class Claimer:
             with self._claiming:
                 async with self._database.connection() as conn:
                     may_have_taken = True
-                    with anyio.fail_after(self._settings.patience_seconds):
-                        claimed = await RelayDispatchRepository(conn).claim(
-                            self._relay_id,
-                            claimed_by=self._instance_id,
-                            limit=limit,
-                            claim_id=claim_id,
-                            lease_seconds=self._settings.lease_seconds,
-                            tenants=tenants,
-                            after=positions if any(positions) else None,
-                            body_limit_bytes=self._settings.claim_body_limit_bytes,
-                        )
+                    claimed = await RelayDispatchRepository(conn).claim(
+                        self._relay_id,
+                        claimed_by=self._instance_id,
+                        limit=limit,
+                        claim_id=claim_id,
+                        lease_seconds=self._settings.lease_seconds,
+                        tenants=tenants,
+                        after=positions if any(positions) else None,
+                        body_limit_bytes=self._settings.claim_body_limit_bytes,
+                        timeout=self._settings.patience_seconds,
+                    )
         except DatabaseUnavailableError as error:
             self._failed(error, tenants)
         except DatabaseError as error:
@@ -236,7 +236,7 @@ class Claimer:
             if self._told:
                 self._allowed(tenants)
             self._note(claimed, tenants, positions, limit, now, reason)
-            await self._deliver(claimed, now)
+            self._deliver(claimed, now)
 
     def _take_rung(self, limit: int) -> tuple[Reason, list[str]]:
         for tenant in self._denied:
@@ -352,7 +352,7 @@ class Claimer:
             self._unanswered.remove(lost)
             self._metrics.claims_recovered += 1
             self._metrics.jobs_claimed += len(claimed.jobs)
-            await self._deliver(claimed, lost.sent_at)
+            self._deliver(claimed, lost.sent_at)
         elif now - lost.sent_at > self._settings.lease_seconds:
             # By now its lease is over: what it may have taken is taken back, by whoever sweeps.
             self._unanswered.remove(lost)

@@ -17,6 +17,7 @@ from dispatch_core.doorbell import Doorbell
 from dispatch_core.ids import new_id
 from dispatch_core.listener import Listener
 from dispatch_core.migrate import check_schema
+from dispatch_core.ring_inside import RingInside
 from dispatch_core.settings import CoreSettings
 from dispatch_core.tenancy import warn_if_bypassing
 
@@ -61,6 +62,7 @@ class Connections:
             )
         transports = (self.database,) if self.listener is None else (self.listener, self.database)
         self.doorbell = Doorbell(*transports)
+        self.ring_inside = RingInside()
         self._stack = AsyncExitStack()
         self._users = 0
 

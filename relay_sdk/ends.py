@@ -105,8 +105,7 @@ class Ends:
 
     def _reply(self, slot: Slot, job: DispatchJob, reply: Reply) -> End:
         try:
-            headers = reply.headers
-            size = 0 if headers is None else len(codec.encode_headers(headers).encode())
+            headers = None if reply.headers is None else codec.encode_headers(reply.headers)
             body = codec.encode_body(reply.body, reply.value, max_bytes=self._max_result_bytes)
             # The words of the codec are a request's; here it is the response's limit.
             status = _status(reply.status)
@@ -114,8 +113,10 @@ class Ends:
             return self.not_a_result(slot, str(error).replace("max_body_bytes", "max_result_bytes"))
         except Exception as error:  # noqa: BLE001  encoding runs the handler's own classes
             return self.not_a_result(slot, codec.sanitize(error, _MAX_MESSAGE_BYTES))
-        slot.reply_bytes = size + len(body)
-        return Completion(job.job_id, job.fence, job.tenant_id, "succeeded", status, headers, body)
+        slot.reply_bytes = len(body)
+        if headers is not None:
+            slot.reply_bytes += len(headers) if headers.isascii() else len(headers.encode())
+        return Completion(job.job_id, job.fence, job.tenant_id, "succeeded", status, None, body, None, None, headers)
 
     def not_a_result(self, slot: Slot, why: str) -> End:
         """Return the end of a job whose handler is done and whose result cannot be stored: it is not run again."""

@@ -26,8 +26,9 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextvars import Context, copy_context
+from itertools import islice
 from typing import Any, Final
 
 import anyio
@@ -50,12 +51,19 @@ _SLICE_SECONDS: Final = 0.02
 """How long jobs are started in one go before others in the event loop have their turn."""
 
 
+_LOOK_EVERY: Final = 32
+"""Jobs between two looks at the clock; so many at most are started at once."""
+
+
 def _new_task(
     coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop, context: Context, eagerly: bool
 ) -> asyncio.Task[None]:
+    # One name for all: to make up one for each costs more than the rest of the task.
     if sys.version_info >= (3, 12) and eagerly:
-        return asyncio.Task(coroutine, loop=loop, context=context, eager_start=True)
-    return loop.create_task(coroutine, context=context)
+        return asyncio.Task(coroutine, loop=loop, name="relay job", context=context, eager_start=True)
+    if loop.get_task_factory() is not None:
+        return loop.create_task(coroutine, context=context)
+    return asyncio.Task(coroutine, loop=loop, name="relay job", context=context)
 
 
 class Executor:
@@ -87,13 +95,17 @@ class Executor:
         self._context = copy_context()
         # Never waited for: how many threads there may be is said by the gates and the slots.
         self._threads = anyio.CapacityLimiter(float("inf"))
+        # A slot may be given back while its task lives on, if its handler refuses to end.
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     # --- taking jobs ---
 
-    async def accept(self, claimed: ClaimedJobs, sent_at: float) -> None:
-        """Take a slot for each job and start it, or let it wait for its operation's turn."""
+    def accept(self, claimed: ClaimedJobs, sent_at: float) -> None:
+        """Take a slot for each job and start it, or let it wait for its operation's turn.
+
+        Many are started in the next turns of the event loop: so the next claim is on its way meanwhile.
+        """
         now = time.monotonic()
         for malformed in claimed.malformed:
             slot = Slot(malformed, sent_at, now)
@@ -102,14 +114,24 @@ class Executor:
             self._end(slot, self._ends.malformed(malformed))
         # All of them first: a heartbeat or a stop that comes between two starts must know of them.
         jobs = [Slot(job, sent_at, _surely_past(job.local_deadline, now, sent_at)) for job in claimed.jobs]
-        for slot in jobs:
-            self._slots.take(slot)
-        slice_ends = now + _SLICE_SECONDS
-        for slot in jobs:
-            self._start(slot)
-            if time.monotonic() > slice_ends:
-                await asyncio.sleep(0)
-                slice_ends = time.monotonic() + _SLICE_SECONDS
+        self._slots.take_all(jobs)
+        if len(jobs) <= _LOOK_EVERY:
+            for slot in jobs:
+                self._start(slot)
+        else:
+            self._loop.call_soon(self._start_next, iter(jobs))
+
+    def _start_next(self, jobs: Iterator[Slot]) -> None:
+        slice_ends = time.monotonic() + _SLICE_SECONDS
+        try:
+            while some := list(islice(jobs, _LOOK_EVERY)):
+                for slot in some:
+                    self._start(slot)
+                if time.monotonic() > slice_ends:
+                    self._loop.call_soon(self._start_next, jobs)
+                    return
+        except BaseException as error:  # noqa: BLE001  a fault of ours: `run` raises it
+            self._stop_with(error)
 
     def _start(self, slot: Slot) -> None:
         if slot.state is not WAITING:
@@ -168,18 +190,9 @@ class Executor:
     def _launch(self, slot: Slot, *, eagerly: bool) -> None:
         # Not eagerly from within another's end: the stack would grow with the queue.
         task: asyncio.Task[None] = _new_task(self._run(slot), self._loop, self._context.copy(), eagerly)
-        if task.done():
-            self._check(task)
-            return
-        slot.task = task
-        self._tasks.add(task)
-        task.add_done_callback(self._check)
-
-    def _check(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._stop_with(error)  # a fault of ours: what a handler raises does not come to here
+        if not task.done():
+            slot.task = task
+            self._tasks.add(task)
 
     async def _run(self, slot: Slot) -> None:
         slot.entered = True
@@ -187,6 +200,7 @@ class Executor:
         job = slot.job
         assert handler is not None
         assert not isinstance(job, MalformedJob)
+        end: Any
         try:
             if slot.cause is not None:
                 end = self._ends.cancelled_before_start(slot)
@@ -210,14 +224,19 @@ class Executor:
                     end = await self._run_in_thread(slot, handler, job)
         except BaseException as error:  # noqa: BLE001  a handler may raise anything, and the relay must not die of it
             end = self._raised(slot, error)
-        slot.task = None
-        gate = handler.gate
-        if gate is not None:
-            if slot.started_at:
-                handler.seconds += (time.monotonic() - slot.started_at - handler.seconds) / 8
-            if not slot.thread_runs:
-                self._leave_gate(handler)
-        self._end(slot, end)
+        try:
+            if slot.task is not None:  # else it was started eagerly, and is done by now
+                self._tasks.discard(slot.task)
+                slot.task = None
+            gate = handler.gate
+            if gate is not None:
+                if slot.started_at:
+                    handler.seconds += (time.monotonic() - slot.started_at - handler.seconds) / 8
+                if not slot.thread_runs:
+                    self._leave_gate(handler)
+            self._end(slot, end)
+        except BaseException as error:  # noqa: BLE001  a fault of ours: `run` raises it, and nobody looks at this task
+            self._stop_with(error)
 
     def _raised(self, slot: Slot, error: BaseException) -> Any:
         try:
@@ -322,6 +341,15 @@ class Executor:
         if not slot.thread_runs:
             self._slots.give(slot)
 
+    def settled_all(self, slots: Sequence[Slot]) -> None:
+        """Do as `settled` for each."""
+        free = []
+        for slot in slots:
+            slot.end = None
+            if not slot.thread_runs:
+                free.append(slot)
+        self._slots.give_all(free)
+
     # --- cancelling ---
 
     def cancel(self, slot: Slot, cause: Cause) -> None:
@@ -376,4 +404,6 @@ def _surely_past(local_deadline: float, now: float, sent_at: float) -> float:
     `local_deadline` counts from before the claim was sent. The database read its clock later, by as much as the reply
     took at most; and its clock may be slewed against this one, by 0.05 % at most.
     """
-    return local_deadline + (now - sent_at) + 0.005 + min(max(local_deadline - now, 0.0) * 0.0005, 1.0)
+    left = local_deadline - now
+    slewed = 0.0 if left <= 0.0 else 1.0 if left > 2000.0 else left * 0.0005
+    return local_deadline + (now - sent_at) + 0.005 + slewed

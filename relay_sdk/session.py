@@ -175,7 +175,8 @@ class Session:
             database=database,
             doorbell=connections.doorbell,
             ends=ends,
-            settled=lambda slot: self._executor.settled(slot),
+            ring_inside=connections.ring_inside,
+            settled=lambda slots: self._executor.settled_all(slots),
             put_back=self._on_put_back,
             metrics=metrics,
         )
@@ -231,12 +232,12 @@ class Session:
 
         return ring
 
-    async def _deliver(self, claimed: ClaimedJobs, sent_at: float) -> None:
+    def _deliver(self, claimed: ClaimedJobs, sent_at: float) -> None:
         assert self._connections is not None
         for job in claimed.expired:
             self._metrics.jobs_expired += 1
             self._connections.doorbell.ring_results(job.tenant_id, job.job_id)
-        await self._executor.accept(claimed, sent_at)
+        self._executor.accept(claimed, sent_at)
 
     async def _fetch_body(self, job: DispatchJob) -> bool:
         assert self._connections is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import anyio
@@ -46,6 +46,7 @@ class Slot:
         "handler",
         "job",
         "limit",
+        "rang",
         "renewed_at",
         "reply_bytes",
         "started_at",
@@ -65,6 +66,7 @@ class Slot:
         """When the handler is to be cancelled: the deadline or its timeout, whichever is first."""
         self.state = WAITING
         self.entered = False
+        """Whether its task has begun: one that has not is not cancelled, but finds its cause."""
         self.cause: Cause | None = None
         self.handler: Handler | None = None
         self.started_at = 0.0
@@ -75,6 +77,8 @@ class Slot:
         """What is to be written of it, once it has ended."""
         self.reply_bytes = 0
         """How large the headers and the body in `end` are."""
+        self.rang = False
+        """Whether the statement that wrote its end has rung for it."""
 
 
 class Slots:
@@ -105,6 +109,20 @@ class Slots:
 
     def take(self, slot: Slot) -> None:
         self._held[slot] = None
+
+    def take_all(self, slots: Sequence[Slot]) -> None:
+        self._held.update(dict.fromkeys(slots))
+
+    def give_all(self, slots: Iterable[Slot]) -> None:
+        """Free slots, and tell of it once. Idempotent: yes."""
+        held = self._held
+        before = len(held)
+        for slot in slots:
+            held.pop(slot, None)
+        if len(held) < before:
+            self._on_free()
+            if self._changed is not None:
+                self._changed.set()
 
     def give(self, slot: Slot) -> None:
         """Free a slot. Idempotent: yes."""

@@ -48,14 +48,14 @@ async def test_a_reply_is_the_jobs_result(database: TestDatabase, gateway: Any) 
 async def test_a_batch_of_ends_counts_the_bytes_of_headers_and_messages_too(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_nowait = Batcher.put_nowait
+    put = Batcher.put
     sizes: list[int] = []
 
-    def spy(self: Any, item: Any, size: int, callback: Any) -> None:
+    def spy(self: Any, item: Any, size: int) -> None:
         sizes.append(size)
-        put_nowait(self, item, size, callback)
+        put(self, item, size)
 
-    monkeypatch.setattr(Batcher, "put_nowait", spy)
+    monkeypatch.setattr(Batcher, "put", spy)
 
     async def handler(job: DispatchJob) -> Reply:
         if job.body:

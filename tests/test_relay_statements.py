@@ -1,0 +1,141 @@
+"""What a relay's work costs, counted in statements, array elements and objects: what is guarded here is not time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import asyncpg
+import pytest
+
+from dispatch_core.ring_inside import RingInside
+from relay_sdk import DispatchJob, Reply
+from tests.support.databases import TestDatabase
+from tests.support.eventually import eventually
+from tests.support.relays import Jobs, new_relay, running
+
+NEVER: dict[str, Any] = {"poll_seconds": 600.0, "sweep_seconds": 600.0}
+
+
+@pytest.fixture
+def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """All statements of this process that name a function of ours, (its name, arguments), as they are sent."""
+    seen: list[tuple[str, tuple[Any, ...]]] = []
+    fetch = asyncpg.Connection.fetch
+
+    async def spy(self: Any, query: str, *args: Any, **options: Any) -> Any:
+        seen.extend((name, args) for name in ("claim", "complete", "ring") if f"relay.{name}(" in query)
+        return await fetch(self, query, *args, **options)
+
+    monkeypatch.setattr(asyncpg.Connection, "fetch", spy)
+    return seen
+
+
+async def test_a_drained_backlog_takes_a_claim_and_a_completion_per_batch_and_no_ring_per_job(
+    database: TestDatabase, gateway: Any, statements: list[tuple[str, tuple[Any, ...]]]
+) -> None:
+    jobs = 1500
+    await Jobs(gateway).enqueue_many(jobs)
+    statements.clear()
+    relay = new_relay(database, concurrency=2000, **NEVER)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> Reply:
+        return Reply(b"done")
+
+    await relay.run(drain=True)
+    assert relay.metrics.jobs_succeeded == jobs
+    claims = [args for name, args in statements if name == "claim"]
+    completions = [args for name, args in statements if name == "complete"]
+    rings = [args for name, args in statements if name == "ring"]
+    # Three full ones, and one that finds nothing more; one may come short of slots and leave a remainder.
+    assert len(claims) <= 6
+    assert len(completions) <= 8
+    assert len(rings) <= len(completions)
+    # 200 ids a row, and a row begun for each statement.
+    assert sum(len(args[0]) for args in rings) <= jobs / 200 + len(rings)
+    # One array has an element a job: the bodies. The driver looks at each element of an array longer than at any text.
+    elements = sum(len(each) for args in completions for each in args if isinstance(each, list))
+    assert elements <= jobs + 2 * len(completions)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_a_lone_completion_rings_in_its_own_statement_where_that_is_cheap(
+    database: TestDatabase,
+    gateway: Any,
+    statements: list[tuple[str, tuple[Any, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: bool,
+) -> None:
+    took: list[bool] = []
+    monkeypatch.setattr(RingInside, "allows", lambda self: allowed)
+    monkeypatch.setattr(RingInside, "took", lambda self, seconds, rang: took.append(rang))
+    relay = new_relay(database, **NEVER)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        return None
+
+    jobs = Jobs(gateway)
+    heard: list[str] = []
+    await gateway.add_listener(
+        await gateway.fetchval("select relay.channel('result', 'acme')"), lambda *args: heard.append(args[3])
+    )
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        statements.clear()
+        job_id = await jobs.enqueue()
+        await gateway.execute("select pg_notify(relay.channel('wake', 'acme', 'erp'), '')")
+        await eventually(lambda: heard == [job_id.hex])
+        await eventually(lambda: relay.metrics.jobs_succeeded == 1)
+    assert took == [allowed]
+    assert [name for name, _ in statements] == ["claim", "complete"] + ([] if allowed else ["ring"])
+    assert statements[1][1][-1] is allowed
+
+
+async def test_completions_that_are_not_alone_do_not_ring_inside(
+    database: TestDatabase,
+    gateway: Any,
+    statements: list[tuple[str, tuple[Any, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RingInside, "allows", lambda self: True)
+    await Jobs(gateway).enqueue_many(20)
+    statements.clear()
+    relay = new_relay(database, **NEVER)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        return None
+
+    await relay.run(drain=True)
+    batches = [args for name, args in statements if name == "complete" and sum(args[3]) > 1]
+    assert batches
+    assert not any(args[-1] for args in batches)
+
+
+async def test_a_job_in_hand_has_few_objects(database: TestDatabase, gateway: Any) -> None:
+    count = 200
+    relay = new_relay(database, concurrency=count, **NEVER)
+    go = asyncio.Event()
+    started = 0
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        nonlocal started
+        started += 1
+        await go.wait()
+
+    jobs = Jobs(gateway)
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        await jobs.enqueue_many(count)
+        gc.collect()
+        before = len(gc.get_objects())
+        await jobs.ring()
+        await eventually(lambda: started == count)
+        gc.collect()
+        # Slot, job, task, context, two coroutines; the headers; and what the handler waits by.
+        assert len(gc.get_objects()) - before < 18 * count
+        go.set()
