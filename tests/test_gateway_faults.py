@@ -411,8 +411,8 @@ async def test_a_pool_of_one_never_carries_a_tenant_over(database: TestDatabase,
         async with anyio.create_task_group() as group:
             for n in range(200):
                 group.start_soon(use, n)
-        database = client._runtime.database  # type: ignore[union-attr]
-        assert (await database.execute("select coalesce(current_setting('app.tenant_id', true), '')"))[0][0] == ""
+        pool = client._runtime.database  # type: ignore[union-attr]
+        assert (await pool.execute("select coalesce(current_setting('app.tenant_id', true), '')"))[0][0] == ""
     rows = await admin.fetch("select tenant_id, job_id from relay.s2r_relay_dispatch_request")
     for name in names:
         assert stored[name] <= {row["job_id"] for row in rows if row["tenant_id"] == name}

@@ -27,7 +27,8 @@ NEVER = 3600.0
 def statements() -> Iterator[list[str]]:
     """Collect what is sent on every connection of this process: verbs by their name, else the first word."""
     sent: list[str] = []
-    original = asyncpg.connection.Connection._execute
+    connection: Any = asyncpg.connection.Connection
+    original = connection._execute
 
     async def execute(self: Any, query: str, *args: Any, **options: Any) -> Any:
         verb = query.partition("relay.")[2].partition("(")[0]
@@ -35,7 +36,7 @@ def statements() -> Iterator[list[str]]:
         return await original(self, query, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asyncpg.connection.Connection, "_execute", execute)
+        patch.setattr(connection, "_execute", execute)
         yield sent
 
 
@@ -58,8 +59,9 @@ class Always:
 
 def decide(client: GatewayClient, *, inside: bool) -> Always:
     assert client._runtime is not None
-    decided = client._runtime.lanes._ring_inside = Always(inside)  # type: ignore[assignment]
-    return decided  # type: ignore[return-value]
+    decided = Always(inside)
+    client._runtime.lanes._ring_inside = decided  # type: ignore[assignment]
+    return decided
 
 
 @pytest.mark.parametrize("inside", [True, False])
