@@ -312,7 +312,7 @@ async def _repository(dsn: str, tenant: str) -> AsyncIterator[RelayDispatchRepos
     """Lend the verbs on one connection: enough for a read, and quicker than a whole client."""
     conn = await connect(dsn, application_name="relay-dispatch jobs")
     try:
-        await check_schema(conn)
+        await check_schema(conn, rooms=["dispatch"])
         yield RelayDispatchRepository(conn, tenant)
     finally:
         await close_connection(conn)

@@ -215,7 +215,7 @@ class GatewayClient:
 
 
 async def _check(conn: Connection) -> None:
-    await check_schema(conn)
+    await check_schema(conn, rooms=["dispatch"])
     await warn_if_bypassing(conn, logger)
 
 

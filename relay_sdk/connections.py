@@ -80,7 +80,7 @@ class Connections:
             await stack.enter_async_context(self.database)
             async with self.database.connection() as conn:
                 with anyio.fail_after(self._patience):
-                    await check_schema(conn)
+                    await check_schema(conn, rooms=["dispatch"])
                     await warn_if_bypassing(conn, logger)
             self._stack = stack.pop_all()
         return self

@@ -32,14 +32,13 @@ __all__ = ["db"]
 
 db = typer.Typer(help="The schema in PostgreSQL, and the logins that may use it.", no_args_is_help=True)
 
-# Hidden while the migrations have no room of their own: there is nothing yet that it could name.
 OnlyOption = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="ROOM", help="Install only this room; may be repeated.", hidden=True),
+    typer.Option("--only", metavar="ROOM", help="Install only this room (dispatch, outbox); may be repeated."),
 ]
 OnlyLookOption = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="ROOM", help="Look at this room only; may be repeated.", hidden=True),
+    typer.Option("--only", metavar="ROOM", help="This room must be there; may be repeated. Else: those that are."),
 ]
 
 
@@ -67,7 +66,11 @@ def migrate(
     only: OnlyOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Bring the schema to what this version needs; nothing happens where it is that already."""
+    """Bring the schema to what this version needs; nothing happens where it is that already.
+
+    Without --only all rooms are installed: dispatch and outbox. A business database that
+    only writes events needs --only outbox, and has nothing else of ours then.
+    """
     if plan and sql:
         raise typer.BadParameter("--plan and --sql exclude each other")
     if sql:

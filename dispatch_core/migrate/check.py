@@ -22,7 +22,7 @@ _log = logging.getLogger("relay_dispatch.migrate")
 
 
 async def check_schema(conn: Connection, *, rooms: Sequence[str] | None = None, directory: Path | None = None) -> None:
-    """Raise unless this version may work on the schema; `rooms` None means all rooms.
+    """Raise unless this version may work on the rooms of the schema that it needs; `rooms` None means all there are.
 
     One SELECT. A newer schema is accepted as long as it does not say otherwise: that is how SDKs go on working while
     the schema is migrated before them. An older one is refused: functions that this version calls may be missing.
@@ -52,11 +52,19 @@ async def check_schema(conn: Connection, *, rooms: Sequence[str] | None = None, 
         _log.warning("the functions in schema relay differ from those of this version; %s", _MEND)
 
 
+def _only(comparison: Comparison) -> str:
+    return " --only ".join(comparison.absent_rooms)
+
+
 def mismatch(comparison: Comparison) -> str | None:
     """Say why this version must not use such a schema; None where it may."""
     database, sdk = comparison.database_text, comparison.sdk_text
     if (comparison.compatible_from or 0) > comparison.wanted_protocol:
         return f"{database} and needs SDKs of protocol {comparison.compatible_from} or newer; {sdk}: upgrade it"
+    if comparison.absent_rooms:
+        absent = ", ".join(comparison.absent_rooms)
+        there = f" (there is: {', '.join(comparison.rooms)})" if comparison.rooms else ""
+        return f"the room {absent} of schema relay is not in this database{there}; {_MEND} --only {_only(comparison)}"
     if comparison.drifted:
         names = ", ".join(step.name for step in comparison.drifted)
         return f"{database}, whose step {names} is not the one of this version; {sdk}: run relay-dispatch db verify"

@@ -13,7 +13,7 @@ import asyncpg
 from dispatch_core.errors import MigrationDriftError, MigrationError, SchemaMismatchError
 from dispatch_core.migrate.files import Migrations, Step
 
-__all__ = ["Applied", "Comparison", "compare", "package_version", "read_rows"]
+__all__ = ["Applied", "Comparison", "compare", "installed_rooms", "package_version", "read_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,10 @@ class Comparison:
     wanted_protocol: int
     missing_functions: bool
     """Whether the functions of a wanted room were never applied."""
+    rooms: tuple[str, ...]
+    """The rooms that are installed, wanted or not."""
+    absent_rooms: tuple[str, ...]
+    """Wanted rooms of which nothing was ever applied, where something else was."""
 
     @property
     def pending_tables(self) -> tuple[Step, ...]:
@@ -111,6 +115,11 @@ class Comparison:
             )
 
 
+def installed_rooms(everything: Migrations, history: Mapping[str, Applied]) -> tuple[str, ...]:
+    """Return the rooms of which something was applied."""
+    return tuple(sorted({step.room for step in everything.steps if step.room is not None and step.name in history}))
+
+
 def compare(wanted: Migrations, everything: Migrations, history: Mapping[str, Applied]) -> Comparison:
     """Compare; `wanted` is the part of `everything` that this database needs."""
     pending_tables = [step for step in wanted.tables if step.name not in history]
@@ -121,6 +130,7 @@ def compare(wanted: Migrations, everything: Migrations, history: Mapping[str, Ap
     pending = (*pending_tables, *(wanted.functions if functions_differ else ()))
     known = {step.name for step in everything.steps}
     protocols = [row for row in history.values() if row.protocol is not None]
+    rooms = installed_rooms(everything, history)
     latest = max(protocols, key=lambda row: (row.protocol or 0, row.applied_at), default=None)
     return Comparison(
         pending=pending,
@@ -138,4 +148,6 @@ def compare(wanted: Migrations, everything: Migrations, history: Mapping[str, Ap
         applied_with=latest.applied_with if latest is not None else None,
         wanted_protocol=wanted.protocol,
         missing_functions=any(step.name not in history for step in wanted.functions),
+        rooms=rooms,
+        absent_rooms=tuple(room for room in wanted.rooms if room not in rooms) if history else (),
     )

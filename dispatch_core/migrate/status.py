@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dispatch_core.migrate.check import mismatch
-from dispatch_core.migrate.compare import compare, package_version
+from dispatch_core.migrate.compare import compare, installed_rooms, package_version
 from dispatch_core.migrate.connection import connect
 from dispatch_core.migrate.files import load
 from dispatch_core.migrate.roles import read_state
@@ -24,9 +24,9 @@ class StepStatus:
 
     step: str
     kind: str
-    state: Literal["applied", "pending", "changed", "drifted", "unknown"]
-    """changed: functions that differ and will be applied again. drifted: a table step that must not differ. unknown: a
-    newer version applied it."""
+    state: Literal["applied", "pending", "absent", "changed", "drifted", "unknown"]
+    """absent: of a room that is not installed. changed: functions that differ and will be applied again. drifted: a
+    table step that must not differ. unknown: a newer version applied it."""
     applied_at: datetime | None = None
     applied_by: str | None = None
     applied_with: str | None = None
@@ -48,19 +48,26 @@ class SchemaStatus:
     sdk_version: str
     sdk_protocol: int
     missing_roles: tuple[str, ...]
+    rooms: tuple[str, ...]
+    """The rooms that are installed."""
+    absent_rooms: tuple[str, ...]
+    """Those that are not; nothing is said against that, unless they were asked for."""
     steps: tuple[StepStatus, ...]
 
 
 async def status(dsn: str, *, only: Sequence[str] | None = None, directory: Path | None = None) -> SchemaStatus:
     """Compare the schema with this version; changes nothing.
 
+    `only` names the rooms that must be there; None: whichever are installed, or all where none is.
+
     Raises: DatabaseUnavailableError, DatabaseError, MigrationRightsError.
     """
     everything = load(directory)
-    wanted = everything.select(only)
     async with connect(dsn, "relay-dispatch status") as conn:
         server = await read_state(conn)
         history = await read_history(conn, server)
+    rooms = installed_rooms(everything, history)
+    wanted = everything.select(only if only is not None else rooms or None)
     comparison = compare(wanted, everything, history)
     problem = mismatch(comparison)
     state: Literal["missing", "current", "pending", "older", "newer", "drifted", "incompatible"]
@@ -76,12 +83,14 @@ async def status(dsn: str, *, only: Sequence[str] | None = None, directory: Path
         state = "newer"
     else:
         state = "pending" if comparison.pending else "current"
+    absent_rooms = tuple(room for room in everything.rooms if room not in rooms)
     drifted = {step.name for step in comparison.drifted}
     steps: list[StepStatus] = []
-    for step in wanted.steps:
+    for step in (everything if only is None else wanted).steps:
         row = history.get(step.name)
         if row is None:
-            steps.append(StepStatus(step.name, step.kind, "pending"))
+            absent = step.room in comparison.absent_rooms or step not in wanted.steps
+            steps.append(StepStatus(step.name, step.kind, "absent" if absent else "pending"))
             continue
         differs = row.sha256 != step.sha256
         word: Literal["applied", "changed", "drifted"] = "applied"
@@ -100,12 +109,14 @@ async def status(dsn: str, *, only: Sequence[str] | None = None, directory: Path
         server_version=server.server_version_text,
         state=state,
         usable=problem is None,
-        message=problem or _usable(state, comparison.database_text, comparison.sdk_text),
+        message=problem or _usable(state, comparison.database_text, comparison.sdk_text) + _rooms(rooms, absent_rooms),
         protocol=comparison.protocol,
         compatible_from=comparison.compatible_from,
         sdk_version=package_version(),
         sdk_protocol=everything.protocol,
         missing_roles=tuple(role.name for role in server.roles.values() if not role.present),
+        rooms=rooms,
+        absent_rooms=absent_rooms,
         steps=tuple(steps),
     )
 
@@ -116,3 +127,9 @@ def _usable(state: str, database: str, sdk: str) -> str:
     if state == "pending":
         return f"{database}; {sdk}; db migrate has something to do"
     return f"{database}, as this version wants it"
+
+
+def _rooms(rooms: Sequence[str], absent: Sequence[str]) -> str:
+    if not rooms or not absent:
+        return ""
+    return f"; rooms: {', '.join(rooms)} (not installed: {', '.join(absent)})"

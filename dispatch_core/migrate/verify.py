@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dispatch_core.migrate import sql
-from dispatch_core.migrate.compare import compare
+from dispatch_core.migrate.compare import compare, installed_rooms
 from dispatch_core.migrate.connection import connect, translated
 from dispatch_core.migrate.files import load
 from dispatch_core.migrate.roles import read_state
@@ -130,6 +130,8 @@ CHECKS = (
 async def verify(dsn: str, *, only: Sequence[str] | None = None, directory: Path | None = None) -> list[str]:
     """Return a line for each way in which the schema is not what the migrations made; empty where it is.
 
+    `only` names the rooms that must be there; None: whichever are installed, or all where none is.
+
     Raises: DatabaseUnavailableError, DatabaseError, MigrationRightsError.
     """
     everything = load(directory)
@@ -139,7 +141,9 @@ async def verify(dsn: str, *, only: Sequence[str] | None = None, directory: Path
         problems.extend(f"role {role.name} is missing" for role in state.roles.values() if not role.present)
         if not state.has_history:
             return [*problems, "schema relay is not in this database"]
-        comparison = compare(everything.select(only), everything, await read_history(conn, state))
+        history = await read_history(conn, state)
+        rooms = only if only is not None else installed_rooms(everything, history) or None
+        comparison = compare(everything.select(rooms), everything, history)
         problems.extend(f"step {step.name} is not the text that was applied" for step in comparison.drifted)
         problems.extend(f"step {step.name} was not applied" for step in comparison.pending_tables)
         problems.extend(f"step {name} is unknown to this version" for name in comparison.unknown)

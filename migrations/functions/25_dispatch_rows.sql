@@ -1,4 +1,5 @@
 -- role: relay_api
+-- room: dispatch
 --
 -- What is done to queue rows that the caller has found and locked: internal, no login may call any of it. The verbs that do
 -- run as relay_api already and have pinned their search_path, so there is no SECURITY DEFINER here.

@@ -1,4 +1,5 @@
 -- role: relay_api
+-- room: dispatch
 --
 -- Enqueue. Job ids are made by the client before the first try (UUIDv7), so that a call whose reply was lost is simply
 -- made again and finds its own rows.

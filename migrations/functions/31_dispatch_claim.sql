@@ -1,4 +1,5 @@
 -- role: relay_api
+-- room: dispatch
 --
 -- Claim. Rows go ready -> claimed here and nowhere else, and the attempt is counted in the same statement, so that a job
 -- that kills its worker is counted too.

@@ -1,4 +1,5 @@
 -- role: relay_api
+-- room: dispatch
 --
 -- What the holder of a claim may say of it. Every verb matches job id + fence + claimed_by + relay and answers per input row
 --   applied    it was the current claim, and this call changed it

@@ -1,4 +1,5 @@
 -- role: relay_api
+-- room: dispatch
 --
 -- Reading jobs: by id, for those who wait, and as a list, for people.
 

@@ -1,4 +1,5 @@
 -- role: relay_api
+-- room: dispatch
 --
 -- Ends that no handler brings about: withdrawal, the deadline, retention; and the sweeps that tidy behind them.
 

@@ -1,4 +1,5 @@
 -- role: relay_sweep
+-- room: dispatch
 --
 -- The one function that looks across tenants. Its owner's policy is `using (true)`, for SELECT, on two tables; what it
 -- returns is tenant ids, and only those that the login of the session is bound to.

@@ -1,4 +1,5 @@
 -- role: relay_owner
+-- room: dispatch
 --
 -- The dispatch room. A job is one request row, one queue row while it is not terminal, and one result row afterwards.
 --

@@ -39,8 +39,10 @@ async def examine(dsn: str, listen_dsn: str | None = None, *, timeout: float = 5
         await add("clock", way.clock(conn))
         await add("schema", login.schema(dsn))
         if findings[-1].verdict != "fail":  # else there is nothing that the next two could read
-            await add("row security", login.row_security(conn))
-            await add("rights", login.rights(conn))
+            rooms = findings[-1].values.get("rooms")
+            installed = [str(room) for room in rooms] if isinstance(rooms, list) else []
+            await add("row security", login.row_security(conn, installed))
+            await add("rights", login.rights(conn, installed))
         await add("listeners", server.listeners(conn))
         await add("transactions", server.transactions(conn))
         await add("settings", server.settings(conn))

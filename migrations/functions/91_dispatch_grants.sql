@@ -1,25 +1,11 @@
 -- role: relay_api
+-- room: dispatch
 --
--- Rights. PostgreSQL grants EXECUTE on a new function to PUBLIC; here it is taken back from all, then given by name.
--- A function that is not named below can be called by relay_api alone.
-
-do $$
-declare
-  v_function regprocedure;
-begin
-  for v_function in
-    select p.oid from pg_catalog.pg_proc p
-    where p.pronamespace = 'relay'::regnamespace and p.proowner = 'relay_api'::regrole
-  loop
-    execute format('revoke all on function %s from public', v_function);
-  end loop;
-end $$;
+-- Who may call the verbs of the dispatch room. (40_sweep_listing.sql gives the rights on its own function.)
 
 grant execute on function
-  relay.now(), relay.session_age(), relay.my_bindings(), relay.channel(text, text, text),
-  relay.ring(text[], text[], text[], text[]), relay.reclaim(text, text[], bigint, interval),
-  relay.reclaim_lost(text, text, bigint), relay.expire_late(text, text, bigint), relay.sweep_turn(text, interval),
-  relay.sweep_again(text),
+  relay.session_age(), relay.reclaim(text, text[], bigint, interval), relay.reclaim_lost(text, text, bigint),
+  relay.expire_late(text, text, bigint), relay.sweep_turn(text, interval), relay.sweep_again(text),
   relay.run_sweeps(text, bigint, interval, interval, interval[])
 to relay_gateway, relay_worker, relay_operator;
 
