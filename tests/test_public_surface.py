@@ -78,11 +78,11 @@ SURFACE = {
 REPOSITORY = {
     "enqueue": "relay_id operation headers body json ttl expires_at delay max_attempts idempotency_key notify",
     "enqueue_many": "requests notify",
-    "claim": "relay_id claimed_by limit claim_id lease_seconds tenants after start body_limit_bytes",
+    "claim": "relay_id claimed_by limit claim_id lease_seconds tenants after start body_limit_bytes timeout",
     "heartbeat": "relay_id claims claimed_by lease_seconds",
     "complete": "job_id relay_id fence claimed_by status response_status response_headers response_body error_code"
     " error_message",
-    "complete_many": "relay_id completions claimed_by",
+    "complete_many": "relay_id completions claimed_by notify timeout",
     "retry": "relay_id items claimed_by",
     "release": "relay_id claims claimed_by",
     "poll_status": "job_id",
