@@ -22,6 +22,9 @@ is asked whether it still listens, and must answer within `probe_timeout_seconds
 last unseen. It is a question and no NOTIFY, because before PostgreSQL 19 every ring wakes every listener of the
 database.
 
+**No subscription, no LISTEN.** For the same reason the channel of our own is left as soon as the proof is over: a
+process that only rings, as a gateway does that waits for no result, is then woken by nobody's rings.
+
 **One backend.** After a reconnect the old session is ended on the server: where no FIN could reach it, it would stay
 for hours and keep the notification queue from being cut.
 """
@@ -59,7 +62,8 @@ MAX_CHANNELS: Final = 1000
 
 _PROBE_SQL: Final = """
 select pg_catalog.pg_backend_pid() as pid,
-       exists (select from pg_catalog.pg_listening_channels() as c (name) where c.name = $1) as listening
+       $1::text is null
+       or exists (select from pg_catalog.pg_listening_channels() as c (name) where c.name = $1) as listening
 """
 
 _END_PREDECESSORS_SQL: Final = """
@@ -256,6 +260,8 @@ class Listener:
             if self._left_behind:
                 await self._end_predecessors(conn)
             self._conn = conn
+            # Nobody has subscribed to it, so it is left, once all channels that are wanted stand.
+            self._active.add(self._echo.channel)
             await self._sync(conn)
             self.connects += 1
             self._become("listening", None)
@@ -304,8 +310,10 @@ class Listener:
 
     async def _probe(self, conn: ListeningConnection) -> None:
         async with self._lock:
+            # Whoever took one channel away took them all: a pooler's reset does.
+            channel = next(iter(self._active), None)
             with mapped_errors():
-                row = await conn.fetchrow(_PROBE_SQL, self._echo.channel)
+                row = await conn.fetchrow(_PROBE_SQL, channel)
         if row is None or row["pid"] != self.backend_pid or not row["listening"]:
             raise _PoolerFound  # another session answers now
 

@@ -151,7 +151,31 @@ async def test_after_unsubscribing_nothing_more_is_heard_and_the_channel_is_left
         listener.unsubscribe("s2r_a", other.append)  # equal, so it is found
         await eventually(lambda: not listener.is_listening_to("s2r_a"))
         rows = await listener.execute("select pg_listening_channels()")
-        assert [row[0] for row in rows] == [listener._echo.channel]
+        assert rows == []
+
+
+async def test_a_session_without_subscriptions_listens_to_nothing_and_is_proven_all_the_same(
+    database: TestDatabase, admin: Admin
+) -> None:
+    """Every ring of anybody wakes every session that listens, whatever it listens to."""
+    listener = Listener(database.worker_dsn, **QUICK)
+
+    async def channels() -> list[str]:
+        return [row[0] for row in await listener.execute("select pg_listening_channels()")]
+
+    async with running(listener) as heard:
+        assert listener.state == "listening"
+        assert await channels() == []
+        assert await listener.subscribe("s2r_a", heard)
+        assert await channels() == ["s2r_a"]
+        await admin.execute("notify s2r_a, 'one'")
+        await eventually(lambda: heard.payloads == ["one"])
+        listener.unsubscribe("s2r_a", heard)
+        await eventually(lambda: not listener.is_listening_to("s2r_a"))
+        assert await channels() == []
+        await terminate(admin, listener.backend_pid or 0)
+        await eventually(lambda: listener.connects == 2)
+        assert await channels() == []
 
 
 @pytest.mark.case("C29")
@@ -527,7 +551,7 @@ async def test_subscriptions_that_change_during_a_reconnect_are_in_step_afterwar
                     listener.unsubscribe(f"s2r_{changes % 3}", heard)
                     changes += 1
                 assert await listener.subscribe(f"s2r_new_{n}", heard)
-            wanted = {"s2r_kept", "s2r_new_0", "s2r_new_1", "s2r_new_2", listener._echo.channel}
+            wanted = {"s2r_kept", "s2r_new_0", "s2r_new_1", "s2r_new_2"}
 
             async def in_step() -> bool:
                 rows = await listener.execute("select pg_listening_channels()")
@@ -577,7 +601,7 @@ async def test_a_session_that_is_swapped_later_is_found_by_the_next_probe(databa
     async with FakePooler.before(database.worker_dsn, mode="session") as pooler:
         listener = Listener(pooler.dsn(database.worker_dsn), **QUICK)
         async with running(listener):
-            assert listener.state == "listening"
+            assert await listener.subscribe("s2r_a", print)
             await listener.execute("unlisten *")  # as a pooler's reset would
             await until(listener, "polling_only", timeout=QUICK["probe_seconds"] + 2)
 
