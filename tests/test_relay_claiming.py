@@ -31,6 +31,7 @@ async def test_a_ring_wakes_a_relay_that_would_not_poll_for_long(database: TestD
     jobs = Jobs(gateway)
     async with running(relay):
         assert relay.health().listener == "listening"
+        await eventually(lambda: relay.metrics.claims_empty)  # the first poll, which would find the job without a ring
         for n in range(1, 4):
             job_id = await jobs.enqueue()
             began = time.monotonic()
