@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 ARGS ?=
+# Processes that `make test` runs the tests in, each with servers of its own; 0 is none but pytest's, as --pdb needs it.
+WORKERS ?= 3
 
 # The peers have an environment of their own, so that what they need cannot clash with what we need. The newest Python,
 # because one of them wants 3.12. Another one: make bench-peers PEERS_PYTHON=/path/to/python3.13
@@ -25,7 +27,7 @@ demo: $(VENV)/.demo ## gateway and relays on a PostgreSQL of their own, with rea
 	@$(BIN)/relay-dispatch demo $(ARGS)
 
 test: $(VENV)/.dev ## run the tests (make test ARGS='-k fence')
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types, layers, settings table
 	$(BIN)/ruff format --check .

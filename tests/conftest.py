@@ -7,11 +7,14 @@ bare_database     the same, empty and unmigrated
 admin, gateway, worker, operator     an open asyncpg connection to `database` as that login
 durable_server    a second server with durable settings, for tests that stop, crash or restart it
 durable_database  a migrated database there
+
+`make test` runs several processes (pytest-xdist), and each has servers of its own: nothing is shared but the machine.
+Tests that stop servers, or whose module starts one, stay together in one process: see `pytest_collection_modifyitems`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +29,8 @@ from tests.support.databases import TestDatabase, drop_database, make_template, 
 # (a clone, some 300 files, then takes 250 ms instead of 20).
 FAST = {"fsync": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
 
+MODULES_WITH_A_SERVER = {"test_dev_postgres.py", "test_migrate_rights.py"}
+
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
 
@@ -33,6 +38,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--postgres-binaries", type=Path, help="run the tests on the server binaries in this bin directory"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group what would otherwise start the same server in several processes; without xdist the marks mean nothing."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "_durable_server" in fixtures:
+            item.add_marker(pytest.mark.xdist_group("durable"))
+        elif item.path.name in MODULES_WITH_A_SERVER:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Make reports fit for the way between processes, which is UTF-8: logged tracebacks hold what handlers raised."""
+    return _encodable((yield))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_encodable, value))
+    return value
 
 
 @pytest.fixture(scope="session")
