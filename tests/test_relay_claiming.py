@@ -38,7 +38,10 @@ async def test_a_ring_wakes_a_relay_that_would_not_poll_for_long(database: TestD
             await jobs.ring()
             await jobs.end(job_id)
             assert time.monotonic() - began < 2
-            assert (relay.metrics.wakeups_by_notify, relay.metrics.polls) == (n, 1)
+            # What a claim finds that was still under way has woken nobody.
+            assert relay.metrics.wakeups_by_notify <= n
+        assert relay.metrics.wakeups_by_notify >= 1
+        assert (relay.metrics.wakeups_by_poll, relay.metrics.polls) == (0, 1)
 
 
 async def test_without_a_ring_a_poll_finds_the_work(database: TestDatabase, gateway: Any) -> None:
