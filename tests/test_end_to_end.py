@@ -292,6 +292,7 @@ async def test_wake_ups_are_by_notify_again_after_the_listening_backends_were_ki
             await eventually(
                 lambda: relay.health().listener == client.health().state == "listening", message="both listening"
             )
+            await acme.call("erp", "Echo", timeout=10)  # which the catch-up may find, or what it wakes
             pushed, notified = client.health().wakes_by_push, relay.metrics.wakeups_by_notify
             polled = relay.metrics.wakeups_by_poll
             for _ in range(5):
