@@ -47,9 +47,26 @@ def test_a_server_that_became_fast_is_believed_after_a_few_statements() -> None:
     assert ring.allows()
 
 
+def test_one_dear_ring_among_cheap_ones_is_nothing_but_two_of_three_are_a_pause() -> None:
+    clock = Clock()
+    ring = known_cheap(clock)
+    for _ in range(20):
+        for seconds in (CHEAP, CHEAP, DEAR):
+            ring.took(seconds, True)
+            assert ring.allows()
+    ring.took(CHEAP, True)
+    assert ring.allows()
+    ring.took(DEAR, True)
+    assert not ring.allows()
+    clock.now += 0.25
+    ring.took(CHEAP, False)
+    assert ring.allows()
+
+
 def test_each_dear_ring_doubles_the_pause_up_to_about_a_minute() -> None:
     clock = Clock()
     ring = known_cheap(clock)
+    ring.took(DEAR, True)
     pauses = []
     for _ in range(10):
         ring.took(DEAR, True)
@@ -66,9 +83,13 @@ def test_a_pause_ends_only_where_statements_are_cheap_by_then() -> None:
     clock = Clock()
     ring = known_cheap(clock)
     ring.took(DEAR, True)
+    ring.took(DEAR, True)
     clock.now += 1.0
     ring.took(DEAR, False)
     assert not ring.allows()
+    for _ in range(2):
+        ring.took(CHEAP, False)
+    assert ring.allows()
 
 
 def test_pauses_are_forgotten_after_cheap_rings_in_a_row() -> None:
@@ -80,6 +101,8 @@ def test_pauses_are_forgotten_after_cheap_rings_in_a_row() -> None:
     for _ in range(20):
         ring.took(CHEAP, True)
     ring.took(DEAR, True)
+    ring.took(DEAR, True)
+    assert not ring.allows()
     clock.now += 0.25
     for _ in range(4):
         ring.took(CHEAP, False)
@@ -91,7 +114,8 @@ def test_the_round_trip_of_a_slow_network_does_not_count() -> None:
     ring.round_trip(0.020)
     ring.took(0.020 + CHEAP, False)
     assert ring.allows()
-    ring.took(0.020 + DEAR, False)
+    for _ in range(3):
+        ring.took(0.020 + DEAR, False)
     assert not ring.allows()
 
 
