@@ -214,6 +214,284 @@ CREATE FUNCTION relay.now() RETURNS timestamp with time zone
     AS $$ … $$;
 ALTER FUNCTION relay.now() OWNER TO relay_api;
 
+CREATE FUNCTION relay.outbox_back(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint, p_suspect boolean) RETURNS TABLE(n bigint, event_id uuid, kind text, key text, state text)
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_back(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint, p_suspect boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_keys text[], p_sizes bigint[], p_suspects boolean[], p_lates boolean[], p_bytes bigint, p_first boolean) RETURNS TABLE(take tid[], size bigint, parked uuid[], whole boolean, alone boolean)
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_keys text[], p_sizes bigint[], p_suspects boolean[], p_lates boolean[], p_bytes bigint, p_first boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint DEFAULT 8388608, p_horizon interval DEFAULT '3 days'::interval) RETURNS TABLE(outcome text, tenant_id text, event_id uuid, kind text, key text, payload text, fence bigint, attempts bigint, created_at timestamp with time zone, available_at timestamp with time zone)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint, p_horizon interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_drop(p_tenant text, p_rows tid[]) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_drop(p_tenant text, p_rows tid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_due(p_tenants text[], p_kinds text[], p_limit bigint, p_start text, p_stale interval, p_max_attempts bigint, p_look bigint, p_look_tenants text[], p_look_keys text[]) RETURNS TABLE(outcome text, tenant_id text, kind text, key text, wait interval, amount bigint)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_due(p_tenants text[], p_kinds text[], p_limit bigint, p_start text, p_stale interval, p_max_attempts bigint, p_look bigint, p_look_tenants text[], p_look_keys text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_enqueue(p_kind text, p_payload jsonb, p_key text DEFAULT NULL::text, p_delay interval DEFAULT NULL::interval, p_tenant text DEFAULT NULL::text, p_event_id uuid DEFAULT NULL::uuid, p_notify boolean DEFAULT true) RETURNS uuid
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET row_security TO 'on'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_enqueue(p_kind text, p_payload jsonb, p_key text, p_delay interval, p_tenant text, p_event_id uuid, p_notify boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notify boolean DEFAULT true) RETURNS uuid[]
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET row_security TO 'on'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notify boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_list(p_tenant text, p_state text DEFAULT NULL::text, p_kind text DEFAULT NULL::text, p_limit bigint DEFAULT 50, p_before uuid DEFAULT NULL::uuid) RETURNS TABLE(event_id uuid, kind text, key text, state text, attempts bigint, last_error text, claimed_by text, created_at timestamp with time zone, available_at timestamp with time zone, claimed_at timestamp with time zone, parked_at timestamp with time zone)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_new_id(p_at timestamp with time zone) RETURNS uuid
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_new_id(p_at timestamp with time zone) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_open(p_tenant text, p_rows tid[]) RETURNS TABLE(kind text)
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_open(p_tenant text, p_rows tid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_park(p_tenant text, p_event_ids uuid[], p_reason text) RETURNS TABLE(n bigint, outcome text, was text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_park(p_tenant text, p_event_ids uuid[], p_reason text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_promote(p_tenant text, p_keys text[]) RETURNS TABLE(kind text)
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_promote(p_tenant text, p_keys text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text DEFAULT NULL::text) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_restart(p_tenant text, p_at timestamp with time zone, p_rows tid[]) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_restart(p_tenant text, p_at timestamp with time zone, p_rows tid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) RETURNS TABLE(n bigint, outcome text, was text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_ring(p_tenant text) RETURNS void
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_ring(p_tenant text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_settle(p_claimed_by text, p_tenants text[], p_counts bigint[], p_event_ids uuid[], p_fences bigint[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint) RETURNS TABLE(n bigint, outcome text, state text, tenant_id text, kind text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_settle(p_claimed_by text, p_tenants text[], p_counts bigint[], p_event_ids uuid[], p_fences bigint[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) RETURNS TABLE(event_id uuid, kind text, key text, state text, payload text, attempts bigint, last_error text, suspect boolean, fence bigint, claimed_by text, created_at timestamp with time zone, available_at timestamp with time zone, first_claimed_at timestamp with time zone, claimed_at timestamp with time zone, parked_at timestamp with time zone)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_status(p_tenant text) RETURNS TABLE(kind text, due bigint, later bigint, waiting bigint, claimed bigint, parked bigint, oldest interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_status(p_tenant text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_tenants(p_as text[] DEFAULT '{gateway,operator}'::text[]) RETURNS TABLE(tenant_id text)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_tenants(p_as text[]) OWNER TO relay_sweep;
+
+CREATE FUNCTION relay.outbox_unclaim(p_tenants text[], p_claimed_by text) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_unclaim(p_tenants text[], p_claimed_by text) OWNER TO relay_api;
+
 CREATE FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(n bigint, job_id uuid, status text, attempt bigint, response_status bigint, response_headers text, response_body bytea, error_code text, error_message text, created_at timestamp with time zone, claimed_at timestamp with time zone, completed_at timestamp with time zone, expires_at timestamp with time zone, remaining interval, fits boolean)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -415,6 +693,38 @@ CREATE TABLE relay.installation (
 );
 ALTER TABLE relay.installation OWNER TO relay_owner;
 
+CREATE TABLE relay.outbox (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    event_id uuid NOT NULL,
+    kind text NOT NULL COLLATE pg_catalog."C",
+    key text COLLATE pg_catalog."C",
+    payload jsonb NOT NULL,
+    seq bigint NOT NULL,
+    state text NOT NULL COLLATE pg_catalog."C",
+    created_at timestamp with time zone NOT NULL,
+    available_at timestamp with time zone NOT NULL,
+    first_claimed_at timestamp with time zone,
+    claimed_at timestamp with time zone,
+    claimed_by text COLLATE pg_catalog."C",
+    fence bigint DEFAULT 0 NOT NULL,
+    attempts bigint DEFAULT 0 NOT NULL,
+    last_error text,
+    suspect boolean DEFAULT false NOT NULL,
+    parked_at timestamp with time zone,
+    CONSTRAINT outbox_check CHECK (((state = 'claimed'::text) = (claimed_by IS NOT NULL))),
+    CONSTRAINT outbox_check1 CHECK (((claimed_by IS NULL) = (claimed_at IS NULL))),
+    CONSTRAINT outbox_check2 CHECK (((state = 'parked'::text) = (parked_at IS NOT NULL))),
+    CONSTRAINT outbox_check3 CHECK (((state <> 'waiting'::text) OR (key IS NOT NULL))),
+    CONSTRAINT outbox_key_check CHECK (((key <> ''::text) AND (octet_length(key) <= 200))),
+    CONSTRAINT outbox_kind_check CHECK (((kind <> ''::text) AND (octet_length(kind) <= 200))),
+    CONSTRAINT outbox_state_check CHECK ((state = ANY (ARRAY['ready'::text, 'waiting'::text, 'claimed'::text, 'parked'::text]))),
+    CONSTRAINT outbox_tenant_id_check CHECK (((tenant_id <> ''::text) AND (octet_length(tenant_id) <= 200)))
+)
+WITH (vacuum_truncate=off, autovacuum_vacuum_threshold='5000', autovacuum_vacuum_scale_factor='0', autovacuum_vacuum_insert_threshold='-1', autovacuum_vacuum_cost_delay='0', autovacuum_analyze_threshold='2147483647', autovacuum_analyze_scale_factor='0');
+ALTER TABLE ONLY relay.outbox ALTER COLUMN payload SET STORAGE EXTERNAL;
+ALTER TABLE ONLY relay.outbox FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.outbox OWNER TO relay_owner;
+
 CREATE TABLE relay.role_binding (
     role_oid regrole NOT NULL,
     kind text NOT NULL,
@@ -563,6 +873,9 @@ ALTER TABLE relay.sweep OWNER TO relay_owner;
 ALTER TABLE ONLY relay.installation
     ADD CONSTRAINT installation_pkey PRIMARY KEY (only_row);
 
+ALTER TABLE ONLY relay.outbox
+    ADD CONSTRAINT outbox_pkey PRIMARY KEY (tenant_id, event_id);
+
 ALTER TABLE ONLY relay.role_binding
     ADD CONSTRAINT role_binding_role_oid_kind_tenant_id_relay_id_key UNIQUE NULLS NOT DISTINCT (role_oid, kind, tenant_id, relay_id);
 
@@ -584,6 +897,16 @@ ALTER TABLE ONLY relay.schema_history
 ALTER TABLE ONLY relay.sweep
     ADD CONSTRAINT sweep_pkey PRIMARY KEY (name, role_oid);
 
+CREATE INDEX outbox_claimed ON relay.outbox USING btree (tenant_id, claimed_at) WHERE (state = 'claimed'::text);
+
+CREATE INDEX outbox_key ON relay.outbox USING btree (tenant_id, key, seq, event_id) WHERE ((key IS NOT NULL) AND (parked_at IS NULL));
+
+CREATE INDEX outbox_parked ON relay.outbox USING btree (tenant_id, parked_at) WHERE (state = 'parked'::text);
+
+CREATE INDEX outbox_ready ON relay.outbox USING btree (tenant_id, kind, available_at, seq, event_id) WHERE (state = 'ready'::text);
+
+CREATE INDEX outbox_waiting ON relay.outbox USING btree (tenant_id, key) WHERE (state = 'waiting'::text);
+
 CREATE INDEX s2r_relay_dispatch_key_job ON relay.s2r_relay_dispatch_key USING btree (tenant_id, job_id, created_at) WHERE (created_at > '-infinity'::timestamp with time zone);
 
 CREATE INDEX s2r_relay_dispatch_queue_claimed ON relay.s2r_relay_dispatch_queue USING btree (tenant_id, relay_id, claimed_at) WHERE (state = 'claimed'::text);
@@ -596,6 +919,8 @@ CREATE INDEX s2r_relay_dispatch_queue_ready ON relay.s2r_relay_dispatch_queue US
 
 CREATE INDEX s2r_relay_dispatch_result_retention ON relay.s2r_relay_dispatch_result USING btree (tenant_id, completed_at) WHERE (completed_at > '-infinity'::timestamp with time zone);
 
+CREATE POLICY by_tenant ON relay.outbox USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
 CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_key USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
 
 CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_queue USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
@@ -604,9 +929,13 @@ CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_request USING ((tenant_id = 
 
 CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_result USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
 
+CREATE POLICY due_work ON relay.outbox FOR SELECT TO relay_sweep USING (true);
+
 CREATE POLICY due_work ON relay.s2r_relay_dispatch_queue FOR SELECT TO relay_sweep USING (true);
 
 CREATE POLICY due_work ON relay.s2r_relay_dispatch_result FOR SELECT TO relay_sweep USING (true);
+
+ALTER TABLE relay.outbox ENABLE ROW LEVEL SECURITY;
 
 ALTER TABLE relay.s2r_relay_dispatch_key ENABLE ROW LEVEL SECURITY;
 
@@ -687,6 +1016,71 @@ GRANT ALL ON FUNCTION relay.now() TO relay_gateway;
 GRANT ALL ON FUNCTION relay.now() TO relay_worker;
 GRANT ALL ON FUNCTION relay.now() TO relay_operator;
 
+REVOKE ALL ON FUNCTION relay.outbox_back(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint, p_suspect boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_keys text[], p_sizes bigint[], p_suspects boolean[], p_lates boolean[], p_bytes bigint, p_first boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint, p_horizon interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint, p_horizon interval) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.outbox_drop(p_tenant text, p_rows tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_due(p_tenants text[], p_kinds text[], p_limit bigint, p_start text, p_stale interval, p_max_attempts bigint, p_look bigint, p_look_tenants text[], p_look_keys text[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_due(p_tenants text[], p_kinds text[], p_limit bigint, p_start text, p_stale interval, p_max_attempts bigint, p_look bigint, p_look_tenants text[], p_look_keys text[]) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.outbox_enqueue(p_kind text, p_payload jsonb, p_key text, p_delay interval, p_tenant text, p_event_id uuid, p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_enqueue(p_kind text, p_payload jsonb, p_key text, p_delay interval, p_tenant text, p_event_id uuid, p_notify boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notify boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.outbox_new_id(p_at timestamp with time zone) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_open(p_tenant text, p_rows tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_park(p_tenant text, p_event_ids uuid[], p_reason text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_park(p_tenant text, p_event_ids uuid[], p_reason text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_park(p_tenant text, p_event_ids uuid[], p_reason text) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.outbox_promote(p_tenant text, p_keys text[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.outbox_restart(p_tenant text, p_at timestamp with time zone, p_rows tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.outbox_ring(p_tenant text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_settle(p_claimed_by text, p_tenants text[], p_counts bigint[], p_event_ids uuid[], p_fences bigint[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_settle(p_claimed_by text, p_tenants text[], p_counts bigint[], p_event_ids uuid[], p_fences bigint[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.outbox_status(p_tenant text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_status(p_tenant text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_status(p_tenant text) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.outbox_tenants(p_as text[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_tenants(p_as text[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_tenants(p_as text[]) TO relay_operator;
+GRANT ALL ON FUNCTION relay.outbox_tenants(p_as text[]) TO relay_api;
+
+REVOKE ALL ON FUNCTION relay.outbox_unclaim(p_tenants text[], p_claimed_by text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_unclaim(p_tenants text[], p_claimed_by text) TO relay_gateway;
+
 REVOKE ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) TO relay_operator;
@@ -759,6 +1153,9 @@ GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interv
 REVOKE ALL ON FUNCTION relay.unbind_tenant(p_before text) FROM PUBLIC;
 
 GRANT SELECT ON TABLE relay.installation TO relay_api;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE relay.outbox TO relay_api;
+GRANT SELECT ON TABLE relay.outbox TO relay_sweep;
 
 GRANT SELECT,INSERT,DELETE ON TABLE relay.role_binding TO relay_api;
 GRANT SELECT ON TABLE relay.role_binding TO relay_sweep;

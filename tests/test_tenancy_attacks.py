@@ -166,6 +166,15 @@ async def test_a_login_has_no_right_but_its_functions(
         "relay.ready_jobs('b', '{}')",
         "relay.drop_jobs('b', '{}', '{}', '{}')",
         "relay.request_digest('', '', '{}', '', 1)",
+        "relay.outbox_drop('b', '{}')",
+        "relay.outbox_back('b', now(), '{}', '{}', '{}', '{}', '{}', 1, false)",
+        "relay.outbox_hold('b', '{}')",
+        "relay.outbox_open('b', '{}')",
+        "relay.outbox_promote('b', '{}')",
+        "relay.outbox_ring('b')",
+        "relay.outbox_new_id(now())",
+        "relay.outbox_choose('b', now(), '{}', '{}', '{}', '{}', '{}', '{}', 1, true)",
+        "relay.outbox_restart('b', now(), '{}')",
     ]
     tables = [
         r[0]
@@ -198,17 +207,19 @@ async def test_a_login_has_no_right_but_its_functions(
             ):
                 with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedObjectError)):
                     await connection.execute(statement)
-    assert len(internal) == 13
+    assert len(internal) == 22
 
 
 async def test_every_internal_function_is_among_those_that_were_tried(admin: Connection) -> None:
     callable_by_logins = set(verbs("t", "r", uuid4())) | {
         "now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due", "bound_tenant",
-        "row_tenant",
+        "row_tenant", "outbox_tenants",
     }  # fmt: skip
     internal = {
         "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",
         "end_jobs", "return_jobs", "renew_jobs", "ready_jobs", "drop_jobs", "request_digest",
+        "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
+        "outbox_choose", "outbox_restart",
     }  # fmt: skip
     rows = await admin.fetch("select distinct proname from pg_proc where pronamespace = 'relay'::regnamespace")
     assert {r[0] for r in rows} == callable_by_logins | internal

@@ -4,6 +4,7 @@
 --
 --   wake channel    one per (tenant, relay): '' = there is work; job ids = jobs that were withdrawn
 --   result channel  one per tenant: job ids that have ended
+--   outbox channel  one per tenant, and one for who drains all tenants: '' = there is an event
 --
 -- LISTEN and NOTIFY know no rights. So a name is a digest over a secret of this installation, and is told only to a
 -- login that is bound; ringing goes through relay.ring, which tells no name to anybody.
@@ -24,27 +25,37 @@ begin
                                   'UTF8')), 'hex'), 40);
 end $$;
 
--- Guarantees: the channel's name, for a login that may listen there: 'wake' needs a binding for tenant and relay, 'result'
---   one as gateway or operator for the tenant.
+-- Guarantees: the channel's name, for a login that may listen there: 'wake' needs a binding for tenant and relay, 'result' and
+--   'outbox' one as gateway or operator for the tenant, 'outbox_all', which names no tenant, one as gateway or operator for all.
 -- Errors: S2001, S2002, S2003, S2020 (an unknown kind).
 create or replace function relay.channel(p_kind text, p_tenant text, p_relay text default null) returns text
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant, p_relay);
-  v_tenant text := coalesce(p_tenant, v_before);
+  v_before text;
+  v_tenant text;
 begin
+  if p_kind = 'outbox_all' and p_tenant is null and p_relay is null then
+    if not exists (select 1 from relay.my_bindings() b where b.kind in ('gateway', 'operator') and b.tenant_id is null) then
+      raise exception 'login % may not listen for the events of all tenants', session_user using errcode = 'S2003';
+    end if;
+    return relay.channel_name('outbox', '', null);
+  end if;
+  v_before := relay.bind_tenant(p_tenant, p_relay);
+  v_tenant := coalesce(p_tenant, v_before);
   perform relay.unbind_tenant(v_before);
   if p_kind = 'wake' and p_relay <> '' then
     return relay.channel_name('wake', v_tenant, p_relay);
-  elsif p_kind = 'result' and p_relay is null then
+  elsif p_kind in ('result', 'outbox') and p_relay is null then
     if not relay.login_is(array['gateway', 'operator'], v_tenant) then
-      raise exception 'login % may not listen for the results of this tenant', session_user using errcode = 'S2003';
+      raise exception 'login % may not listen for the % of this tenant', session_user,
+        case when p_kind = 'result' then 'results' else 'events' end using errcode = 'S2003';
     end if;
-    return relay.channel_name('result', v_tenant, null);
+    return relay.channel_name(p_kind, v_tenant, null);
   end if;
-  raise exception 'channel kind must be wake (with a relay) or result (without)' using errcode = 'S2020';
+  raise exception 'channel kind must be wake (with a relay), result or outbox (without), or outbox_all (without a tenant too)'
+    using errcode = 'S2020';
 end $$;
 
 -- Guarantees: one NOTIFY a row, at this transaction's commit. The arrays go side by side:

@@ -24,7 +24,8 @@ QUEUE = "relay.s2r_relay_dispatch_queue"
 REQUEST = "relay.s2r_relay_dispatch_request"
 RESULT = "relay.s2r_relay_dispatch_result"
 KEY = "relay.s2r_relay_dispatch_key"
-TENANT_TABLES = (REQUEST, QUEUE, RESULT, KEY)
+OUTBOX = "relay.outbox"
+TENANT_TABLES = (REQUEST, QUEUE, RESULT, KEY, OUTBOX)
 
 
 @asynccontextmanager

@@ -51,11 +51,32 @@ def verbs(tenant: str | None, relay: str | None, job_id: UUID) -> dict[str, tupl
         "expire_late": ("relay.expire_late($1, $2, 10)", [tenant, relay]),
         "channel": ("relay.channel('wake', $1, $2)", [tenant, relay]),
         "ring": ("relay.ring('{wake}', $1, $2, '{null}')", [[tenant], [relay]]),
+        "outbox_enqueue": ("relay.outbox_enqueue('kind', '1', p_tenant => $1)", [tenant]),
+        "outbox_enqueue_many": ('relay.outbox_enqueue_many($1, \'[{"kind": "k", "payload": 1}]\')', [tenant]),
+        "outbox_due": ("relay.outbox_due($1, null, 10, null, '5 min', 25, 10, null, null)", [[tenant]]),
+        "outbox_claim": ("relay.outbox_claim($1, '{kind}', null, 10, $2)", [[tenant], ME]),
+        "outbox_unclaim": ("relay.outbox_unclaim($1, $2)", [[tenant], ME]),
+        "outbox_settle": (
+            "relay.outbox_settle($1, $2, '{1}', $3, '{1}', '{delivered}', null, null, 25)",
+            [ME, [tenant], [job_id]],
+        ),
+        "outbox_retry": ("relay.outbox_retry($1, $2)", [tenant, [job_id]]),
+        "outbox_park": ("relay.outbox_park($1, $2, 'why')", [tenant, [job_id]]),
+        "outbox_purge": ("relay.outbox_purge($1, '0 s', 10)", [tenant]),
+        "outbox_list": ("relay.outbox_list($1)", [tenant]),
+        "outbox_show": ("relay.outbox_show($1, $2)", [tenant, job_id]),
+        "outbox_status": ("relay.outbox_status($1)", [tenant]),
     }
 
 
-GATEWAY_VERBS: Verbs = ("enqueue", "enqueue_keyed", "poll", "list_jobs", "backlog", "mark_expired", "purge")
-OPERATOR_VERBS: Verbs = ("poll", "list_jobs", "backlog", "mark_expired", "purge")
+OPERATOR_VERBS: Verbs = (
+    "poll", "list_jobs", "backlog", "mark_expired", "purge", "outbox_retry", "outbox_park", "outbox_purge",
+    "outbox_list", "outbox_show", "outbox_status",
+)  # fmt: skip
+GATEWAY_VERBS: Verbs = (
+    "enqueue", "enqueue_keyed", "outbox_enqueue", "outbox_enqueue_many", "outbox_due", "outbox_claim", "outbox_unclaim",
+    "outbox_settle", *OPERATOR_VERBS,
+)  # fmt: skip
 WORKER_VERBS: Verbs = (
     "claim", "claim_again", "fetch_body", "heartbeat", "complete", "retry", "release", "promote_due",
 )  # fmt: skip

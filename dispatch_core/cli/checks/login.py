@@ -22,6 +22,10 @@ VERBS: Final[Mapping[str | None, Mapping[str, Sequence[str]]]] = {
         "worker": ("claim", "claim_again", "fetch_body", "heartbeat", "complete", "retry", "release", "reclaim"),
         "operator": ("poll", "list_jobs", "backlog", "mark_expired", "purge"),
     },
+    "outbox": {
+        "gateway": ("outbox_enqueue", "outbox_enqueue_many", "outbox_due", "outbox_claim", "outbox_settle"),
+        "operator": ("outbox_status", "outbox_list", "outbox_show", "outbox_retry", "outbox_park", "outbox_purge"),
+    },
 }
 """What each kind of login must be able to call for its SDK to work, by the room that it works in."""
 

@@ -1,0 +1,225 @@
+-- role: relay_api
+-- room: outbox
+--
+-- For people: to look at events, and to decide about those that the drainers have given up.
+
+-- Guarantees: each event among the inputs that is parked is ready again at once, as if it had never been tried (attempts 0; its
+--   last_error stays); one that is ready but backing off or delayed can be claimed at once. Outcome 'applied', `was` = its
+--   state before; every other id is 'stale'. Rings.
+-- Errors: S2001, S2002, S2003.
+-- Locks: the events, FOR UPDATE, in event id order; waits for them.
+create or replace function relay.outbox_retry(p_tenant text, p_event_ids uuid[])
+returns table (n bigint, outcome text, was text)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_ns     bigint[];
+  v_rows   tid[];
+  v_states text[];
+begin
+  select array_agg(i.n), array_agg(l.row_id), array_agg(l.state) into v_ns, v_rows, v_states
+  from (select min(u.n) as n, u.event_id from unnest(p_event_ids) with ordinality as u (event_id, n)
+        group by u.event_id order by u.event_id) i
+  cross join lateral (
+    select o.ctid as row_id, o.state, o.available_at from relay.outbox o
+    where o.tenant_id = v_tenant and o.event_id = i.event_id limit 1 for update) l
+  where l.state = 'parked' or l.state = 'ready' and l.available_at > clock_timestamp();
+  if v_rows is not null then
+    perform relay.outbox_restart(v_tenant, clock_timestamp(), v_rows);
+    perform relay.outbox_ring(v_tenant);
+    return query select u.n, 'applied', u.state from unnest(v_ns, v_states) as u (n, state);
+  end if;
+  return query
+  select u.n, 'stale', null
+  from (select i from generate_series(1, cardinality(p_event_ids)::bigint) i except select unnest(v_ns)) as u (n);
+  perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: the rows, which the caller has locked, are ready by the clock p_at; those that were parked begin anew.
+create or replace function relay.outbox_restart(p_tenant text, p_at timestamptz, p_rows tid[]) returns void
+language plpgsql
+set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
+set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
+as $$
+begin
+  update relay.outbox o
+  set state = 'ready', available_at = p_at, parked_at = null, fence = o.fence + 1, suspect = false,
+      attempts = case when o.state = 'parked' then 0 else o.attempts end,
+      first_claimed_at = case when o.state = 'parked' then null else o.first_claimed_at end
+  where o.ctid = any (p_rows) and o.tenant_id = p_tenant;
+end $$;
+
+-- Guarantees: each event among the inputs that is not parked is parked now, with p_reason as its last_error: outcome 'applied',
+--   `was` = its state before. One that was claimed may be delivered all the same, if it is on its way; what its drainer says
+--   of it then is stale. Every other id is 'stale'.
+-- Errors: S2001, S2002, S2003; S2020 no reason.
+-- Locks: the events, FOR UPDATE, in event id order; waits for them.
+create or replace function relay.outbox_park(p_tenant text, p_event_ids uuid[], p_reason text)
+returns table (n bigint, outcome text, was text)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_ns     bigint[];
+  v_rows   tid[];
+  v_states text[];
+  v_keys   text[];
+begin
+  if coalesce(p_reason, '') = '' then
+    raise exception 'outbox_park needs a reason' using errcode = 'S2020';
+  end if;
+  select array_agg(i.n), array_agg(l.row_id), array_agg(l.state), array_agg(l.key) filter (where l.key is not null)
+  into v_ns, v_rows, v_states, v_keys
+  from (select min(u.n) as n, u.event_id from unnest(p_event_ids) with ordinality as u (event_id, n)
+        group by u.event_id order by u.event_id) i
+  cross join lateral (
+    select o.ctid as row_id, o.state, o.key from relay.outbox o
+    where o.tenant_id = v_tenant and o.event_id = i.event_id limit 1 for update) l
+  where l.state <> 'parked';
+  if v_rows is not null then
+    perform 1 from relay.outbox_back(
+      v_tenant, clock_timestamp(), array(select generate_series(1, cardinality(v_rows)::bigint)), v_rows,
+      array_fill('late'::text, array[cardinality(v_rows)]), array_fill(p_reason, array[cardinality(v_rows)]), null, 1,
+      false);
+    if v_keys is not null then
+      perform 1 from relay.outbox_promote(v_tenant, v_keys);
+    end if;
+    return query select u.n, 'applied', u.state from unnest(v_ns, v_states) as u (n, state);
+  end if;
+  return query
+  select u.n, 'stale', null
+  from (select i from generate_series(1, cardinality(p_event_ids)::bigint) i except select unnest(v_ns)) as u (n);
+  perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: removes at most p_limit events of the tenant that were parked more than p_older ago (of p_kind, where given), the
+--   oldest first. It touches no event that may still be delivered. Returns how many.
+-- Errors: S2001, S2002, S2003; S2020 p_older is negative, or none.
+-- Locks: FOR UPDATE SKIP LOCKED. It waits for nobody.
+create or replace function relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text default null)
+returns bigint
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+set timezone = 'UTC'
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_until  timestamptz := clock_timestamp() - p_older;
+  v_rows   tid[];
+  v_count  bigint := 0;
+begin
+  if coalesce(p_older < interval '0', true) then
+    raise exception 'outbox_purge needs how long parked events are kept' using errcode = 'S2020';
+  end if;
+  select array_agg(l.row_id) into v_rows
+  from (select o.ctid as row_id from relay.outbox o
+        where o.tenant_id = v_tenant and o.state = 'parked' and o.parked_at < v_until
+          and (p_kind is null or o.kind = p_kind)
+        order by o.parked_at limit p_limit for update skip locked) l;
+  if v_rows is not null then
+    v_count := relay.outbox_drop(v_tenant, v_rows);
+  end if;
+  perform relay.unbind_tenant(v_before);
+  return v_count;
+end $$;
+
+-- Guarantees: at most p_limit events of the tenant, the newest first (by event id, which is a UUIDv7), older than p_before where
+--   given, in one state and of one kind where given. No payloads. Changes nothing, locks nothing.
+-- Errors: S2001, S2002, S2003; S2020 an unknown state.
+create or replace function relay.outbox_list(
+  p_tenant text, p_state text default null, p_kind text default null, p_limit bigint default 50, p_before uuid default null)
+returns table (
+  event_id uuid, kind text, key text, state text, attempts bigint, last_error text, claimed_by text, created_at timestamptz,
+  available_at timestamptz, claimed_at timestamptz, parked_at timestamptz)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_limit  bigint := least(greatest(p_limit, 1), 10000);
+  -- In a variable: COALESCE counts as leaky, so under row security the comparison would be no index condition.
+  v_older  uuid := coalesce(p_before, 'ffffffff-ffff-ffff-ffff-ffffffffffff');
+begin
+  if p_state is not null and p_state not in ('ready', 'waiting', 'claimed', 'parked') then
+    raise exception 'state must be ready, waiting, claimed or parked' using errcode = 'S2020';
+  end if;
+  if p_state = 'parked' then
+    -- Few among many: by the index that holds these alone, and sorted then.
+    return query
+    select p.* from (
+      select o.event_id, o.kind, o.key, o.state, o.attempts, o.last_error, o.claimed_by, o.created_at, o.available_at,
+             o.claimed_at, o.parked_at
+      from relay.outbox o where o.tenant_id = v_tenant and o.state = 'parked' order by o.parked_at offset 0) p
+    where p.event_id < v_older and (p_kind is null or p.kind = p_kind)
+    order by p.event_id desc limit v_limit;
+  else
+    return query
+    select o.event_id, o.kind, o.key, o.state, o.attempts, o.last_error, o.claimed_by, o.created_at, o.available_at,
+           o.claimed_at, o.parked_at
+    from relay.outbox o
+    where o.tenant_id = v_tenant and o.event_id < v_older and (p_state is null or o.state = p_state)
+      and (p_kind is null or o.kind = p_kind)
+    order by o.event_id desc limit v_limit;
+  end if;
+  perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: all there is of one event; no row where the tenant has none of that id. Changes nothing, locks nothing.
+-- Errors: S2001, S2002, S2003.
+create or replace function relay.outbox_show(p_tenant text, p_event_id uuid)
+returns table (
+  event_id uuid, kind text, key text, state text, payload text, attempts bigint, last_error text, suspect boolean,
+  fence bigint, claimed_by text, created_at timestamptz, available_at timestamptz, first_claimed_at timestamptz,
+  claimed_at timestamptz, parked_at timestamptz)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+begin
+  return query
+  select o.event_id, o.kind, o.key, o.state, o.payload::text, o.attempts, o.last_error, o.suspect, o.fence, o.claimed_by,
+         o.created_at, o.available_at, o.first_claimed_at, o.claimed_at, o.parked_at
+  from relay.outbox o where o.tenant_id = v_tenant and o.event_id = p_event_id limit 1;
+  perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: how many events of the tenant there are, per kind: due now, later (delayed or backing off), waiting for another of
+--   their key, claimed, parked; and how long the oldest that is due has been so. It counts every row.
+-- Errors: S2001, S2002, S2003.
+create or replace function relay.outbox_status(p_tenant text)
+returns table (kind text, due bigint, later bigint, waiting bigint, claimed bigint, parked bigint, oldest interval)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_now    timestamptz := clock_timestamp();
+begin
+  return query
+  select o.kind, count(*) filter (where o.state = 'ready' and o.available_at <= v_now),
+         count(*) filter (where o.state = 'ready' and o.available_at > v_now), count(*) filter (where o.state = 'waiting'),
+         count(*) filter (where o.state = 'claimed'), count(*) filter (where o.state = 'parked'),
+         v_now - min(o.available_at) filter (where o.state = 'ready' and o.available_at <= v_now)
+  from relay.outbox o where o.tenant_id = v_tenant group by o.kind order by o.kind;
+  perform relay.unbind_tenant(v_before);
+end $$;
