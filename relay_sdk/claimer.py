@@ -5,7 +5,7 @@ that came back full. Reasons gather while a claim is under way or no slot is fre
 full claim leaves its tenants rung, and is followed by another at once.
 
     rung tenants and free slots -> claim -> jobs to the executor, tenants that may have more are rung again
-    a reply that was lost       -> ask for that claim by its id, until one lease has passed
+    a reply that was lost       -> ask for that claim by its id, until one lease has passed and there is an answer
 """
 
 from __future__ import annotations
@@ -346,15 +346,18 @@ class Claimer:
             self.last_error = error
             self._not_before = time.monotonic() + self._backoff.next()
             claimed = None
+            answered = not isinstance(error, DatabaseUnavailableError)
         else:
+            answered = True
             self._succeeded()
         if claimed is not None and (claimed.jobs or claimed.malformed):
             self._unanswered.remove(lost)
             self._metrics.claims_recovered += 1
             self._metrics.jobs_claimed += len(claimed.jobs)
             self._deliver(claimed, lost.sent_at)
-        elif now - lost.sent_at > self._settings.lease_seconds:
-            # By now its lease is over: what it may have taken is taken back, by whoever sweeps.
+        elif answered and now - lost.sent_at > self._settings.lease_seconds:
+            # By now its lease is over: what it may have taken is taken back, by whoever sweeps. While the database is
+            # away nobody does, and after an outage of any length the holders have one lease to come back.
             self._unanswered.remove(lost)
         else:
             lost.ask_at = now + lost.backoff.next()

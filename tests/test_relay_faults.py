@@ -19,6 +19,7 @@ from dispatch_core.listener import Listener
 from dispatch_core.models import DispatchStatus
 from dispatch_core.settings import CoreSettings
 from relay_sdk import DispatchJob, Relay, RelaySettings, Reply, Retry
+from relay_sdk.claimer import Claimer
 from tests.support.activity import backends
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
@@ -127,6 +128,39 @@ async def test_a_claim_whose_reply_was_lost_is_asked_for_and_its_jobs_run_once(
             results = await jobs.ends(ids)
         assert {(result.status, result.attempt) for result in results} == {(SUCCEEDED, 1)}
         assert sorted(ran) == sorted(ids)
+        assert relay.metrics.claims_recovered == 1
+
+
+@pytest.mark.invariant("I1")
+async def test_a_claim_whose_reply_was_lost_in_an_outage_of_more_than_a_lease_is_asked_for_all_the_same(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I1: nobody takes its jobs back before a lease has passed after the outage, and they had one attempt."""
+    settings: dict[str, Any] = {**FAR, "poll_seconds": 0.2, "lease_seconds": 0.5}
+    late: list[float] = []
+    ask_again = Claimer._ask_again
+
+    async def spy(self: Claimer, now: float) -> None:
+        waited = now - self.unanswered[0].sent_at
+        await ask_again(self, now)
+        late.extend([waited] if waited > settings["lease_seconds"] else [])
+
+    monkeypatch.setattr(Claimer, "_ask_again", spy)
+    async with TcpProxy.before(database.worker_dsn, delay_seconds=0.4) as proxy:
+        relay = new_relay(proxy.dsn(database.worker_dsn), listen_dsn=database.worker_dsn, **settings)
+        relay.fallback(_nothing)
+        jobs = Jobs(gateway)
+        async with running(relay):
+            await eventually(lambda: relay.metrics.claims)
+            proxy.mode = "delay"
+            ids = await jobs.enqueue_many(7)
+            await eventually(lambda: _all(jobs, ids, CLAIMED), interval=0.002)
+            proxy.mode = "reset"
+            proxy.reset_all()
+            await eventually(lambda: late, message="asked for when the lease was over:")
+            proxy.mode = "pass"
+            results = await jobs.ends(ids)
+        assert {(result.status, result.attempt) for result in results} == {(SUCCEEDED, 1)}
         assert relay.metrics.claims_recovered == 1
 
 
