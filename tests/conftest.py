@@ -29,7 +29,8 @@ from tests.support.databases import TestDatabase, drop_database, make_template, 
 # (a clone, some 300 files, then takes 250 ms instead of 20).
 FAST = {"fsync": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
 
-MODULES_WITH_A_SERVER = {"test_dev_postgres.py", "test_migrate_rights.py"}
+# Two start a server for the whole module, and a demo's databases are told by what is new on the server.
+MODULES_OF_ONE_PROCESS = {"test_demo.py", "test_dev_postgres.py", "test_migrate_rights.py"}
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
@@ -41,12 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group what would otherwise start the same server in several processes; without xdist the marks mean nothing."""
+    """Keep together what would start a server in each process or disturb itself; without xdist the marks mean nothing."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "_durable_server" in fixtures:
             item.add_marker(pytest.mark.xdist_group("durable"))
-        elif item.path.name in MODULES_WITH_A_SERVER:
+        elif item.path.name in MODULES_OF_ONE_PROCESS:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 

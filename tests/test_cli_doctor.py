@@ -140,7 +140,9 @@ async def test_doctor_finds_an_old_transaction(
     finally:
         await transaction.rollback()
     assert finding.verdict == "warn"
-    assert f"pg_terminate_backend({admin.get_server_pid()})" in str(finding.mend)
+    # On a server that is not ours, others may have been at work for longer.
+    pid = admin.get_server_pid() if database.server.is_ours else ""
+    assert f"pg_terminate_backend({pid}" in str(finding.mend)
 
 
 async def test_doctor_finds_many_listeners_and_settings_that_hurt(
