@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together what would start a server in each process or disturb itself; without xdist the marks say nothing."""
+    """Keep together what would start a server in each process or disturb itself; of no effect without xdist."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "_durable_server" in fixtures:
