@@ -32,6 +32,7 @@ from dispatch_core.models import DispatchResult
 from dispatch_core.ring_inside import RingInside
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.wakes import Wakes
 
 __all__ = ["EnqueueItem", "Lanes", "Polled", "TenantLanes", "Withdrawal", "bounded"]
 
@@ -149,6 +150,7 @@ class Lanes:
         # (Fast: without a turn of the event loop where one is free.)
         self._polls = anyio.Semaphore(max(1, database.max_size // 2), fast_acquire=True)
         self._ring_inside = RingInside()
+        self._wakes = Wakes(doorbell)
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
         self.poll = TenantLanes[UUID, Polled](start_soon, self._make_poll)
         self.expire = TenantLanes[Withdrawal, int](start_soon, self._make_expire)
@@ -159,6 +161,7 @@ class Lanes:
 
     def stop(self) -> None:
         """Take no more."""
+        self._wakes.close()
         for lanes in (self.enqueue, self.poll, self.expire):
             lanes.stop()
 
@@ -221,14 +224,17 @@ class Lanes:
             inserted = await RelayDispatchRepository(conn, tenant).enqueue_rows(
                 [item.row for item in items], notify=rings, timeout=max(0.001, until - sent_at)
             )
+        took = time.monotonic() - sent_at
         if is_alone:
-            self._ring_inside.took(time.monotonic() - sent_at, rings)
+            self._ring_inside.took(took, rings)
         self._counters.enqueued += len(items)
         self._counters.enqueue_statements += 1
         # A row that was there already comes from a try whose reply was lost, and which may not have rung.
         if not (rings and inserted[0]):
+            # A caller waits for its result; an enqueue only for being stored.
+            calls = {item.row.relay_id for item in items if item.notify and not isinstance(item.sink, asyncio.Future)}
             for relay_id in {item.row.relay_id for item in items if item.notify}:
-                self._doorbell.ring_relay(tenant, relay_id)
+                self._wakes.ring(tenant, relay_id, took, at_once=relay_id in calls)
         return inserted
 
     # --- poll ---
