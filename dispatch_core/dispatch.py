@@ -43,7 +43,10 @@ from dispatch_core.models import (
 )
 from dispatch_core.requests import MAX_BODY_BYTES, MAX_TTL_SECONDS, EnqueueRow, Preparer, columns, duration, prepare
 
-__all__ = ["EnqueueRow", "RelayDispatchRepository", "prepare"]
+__all__ = ["CLAIMED_BODIES_BYTES", "EnqueueRow", "RelayDispatchRepository", "prepare"]
+
+CLAIMED_BODIES_BYTES: Final = 4 * 1024 * 1024
+"""What the bodies of a tenant in one claim may come to; those behind have to be fetched."""
 
 _MAX_KEEP_SECONDS: Final = 10_000 * 86400.0
 
@@ -330,7 +333,7 @@ class RelayDispatchRepository:
                 after,
                 start,
                 body_limit_bytes,
-                4 * 1024 * 1024,
+                CLAIMED_BODIES_BYTES,
                 timeout=timeout,
             )
         return read.claimed(records, relay_id, sent_at)
@@ -350,7 +353,7 @@ class RelayDispatchRepository:
         sent_at = time.monotonic()
         with mapped_errors():
             records = await self._conn.fetch(
-                _CLAIM_AGAIN, relay_id, names, claimed_by, claim_id, body_limit_bytes, 4 * 1024 * 1024
+                _CLAIM_AGAIN, relay_id, names, claimed_by, claim_id, body_limit_bytes, CLAIMED_BODIES_BYTES
             )
         return read.claimed(records, relay_id, sent_at)
 

@@ -1,8 +1,9 @@
-"""Claim jobs: only for free slots, one claim at a time, and none without a reason.
+"""Claim jobs: only for free slots, one claim at a time but for a backlog, and none without a reason.
 
 A tenant is *rung* when there is a reason to claim for it: a notification, a poll, a delayed job that is due, a claim
 that came back full. Reasons gather while a claim is under way or no slot is free, so a burst of rings is one claim. A
-full claim leaves its tenants rung, and is followed by another at once.
+full claim leaves its tenants rung, and is followed by another at once; while that one is under way a second may be, for
+tenants whose last claim came back full and for many free slots, so that the server never waits for this process.
 
     rung tenants and free slots -> claim -> jobs to the executor, tenants that may have more are rung again
     a reply that was lost       -> ask for that claim by its id, until one lease has passed and there is an answer
@@ -22,10 +23,10 @@ import anyio
 
 from dispatch_core.backoff import Backoff
 from dispatch_core.database import Connection, Database
-from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.dispatch import CLAIMED_BODIES_BYTES, RelayDispatchRepository
 from dispatch_core.errors import DatabaseBusyError, DatabaseError, DatabaseUnavailableError, TenancyError
 from dispatch_core.ids import new_id
-from dispatch_core.models import ClaimedJobs
+from dispatch_core.models import ClaimedJobs, DispatchJob
 from relay_sdk.cursor import ClaimCursor
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.settings import RelaySettings
@@ -44,6 +45,9 @@ _SHARE: Final = 16
 """Jobs for each tenant in a claim, where many have a backlog; and tenants that share even a small claim."""
 
 _POLL_JITTER: Final = 0.25
+
+_MANY: Final = 4
+"""That part of a batch must be free for a claim beside another: it is in no hurry, and small ones cost as much."""
 
 
 class _Unanswered:
@@ -97,7 +101,15 @@ class Claimer:
         self._wakeup = anyio.Event()
         self._idle = True
         self._stopping = False
-        self._claiming: anyio.CancelScope | None = None
+        # The claims under way, and the slots that they may fill.
+        self._under_way: set[anyio.CancelScope] = set()
+        self._reserved = 0
+        self._many = max(1, min(settings.claim_batch, slots.capacity) // _MANY)
+        # How many jobs bring their bodies along in one claim, if these are as large as those of the last one.
+        self._fit = settings.claim_batch
+        # Tenants with a backlog: they stay rung while a claim for them is under way.
+        self._full: set[str] = set()
+        self._second_wakeup = anyio.Event()
         self.last_error: Exception | None = None
         """Why the last claim failed; None after one that did not."""
         self._has_polled = False
@@ -129,6 +141,8 @@ class Claimer:
         """Claim for it, if there is a reason to."""
         if self._rung:
             self._wakeup.set()
+            if self._full and self._under_way:
+                self._second_wakeup.set()
 
     @property
     def next_due_seconds(self) -> float:
@@ -138,22 +152,34 @@ class Claimer:
     @property
     def has_nothing_to_do(self) -> bool:
         """Whether everything was looked at and there is no reason to claim now."""
-        return self._has_polled and not self._rung and not self._unanswered and self._claiming is None
+        return self._has_polled and not self._rung and not self._unanswered and not self._under_way
 
     # --- the loop ---
 
     def stop(self) -> None:
-        """Make no more claims; one that is under way is finished and delivered. Idempotent: yes."""
+        """Make no more claims; those that are under way are finished and delivered. Idempotent: yes."""
         self._stopping = True
         self._wakeup.set()
+        self._second_wakeup.set()
 
     def abandon(self) -> None:
-        """Cut off the claim that is under way; `run` then returns, if it was stopped."""
-        if self._claiming is not None:
-            self._claiming.cancel()
+        """Cut off the claims that are under way; `run` then returns, if it was stopped."""
+        for scope in self._under_way:
+            scope.cancel()
 
     async def run(self) -> None:
         """Claim until `stop`."""
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._run_second)
+                await self._run_first()
+        except BaseExceptionGroup as faults:
+            # One fault is the rule, and the owner's task group wraps it again.
+            if len(faults.exceptions) == 1:
+                raise faults.exceptions[0] from None
+            raise
+
+    async def _run_first(self) -> None:
         while not self._stopping:
             now = time.monotonic()
             self._ring_what_is_due(now)
@@ -161,13 +187,31 @@ class Claimer:
                 if any(lost.ask_at <= now for lost in self._unanswered):
                     await self._ask_again(now)
                     continue
-                if self._rung and self._slots.free > 0:
+                if self._rung and self._has_room():
                     await self._claim(now)
                     continue
-            self._idle = self._idle or not self._rung
+            self._idle = self._idle or not (self._rung or self._under_way)
             with anyio.move_on_after(self._seconds_to_wait(now)):
                 await self._wakeup.wait()
             self._wakeup = anyio.Event()
+
+    async def _run_second(self) -> None:
+        """Claim while there is a backlog and a claim of `_run_first` is under way."""
+        while not self._stopping:
+            now = time.monotonic()
+            if self._under_way and self._may_claim_beside(now):
+                await self._claim(now, beside=True)
+                self._wakeup.set()
+                continue
+            await self._second_wakeup.wait()
+            self._second_wakeup = anyio.Event()
+
+    def _may_claim_beside(self, now: float) -> bool:
+        troubled = self._unanswered or self._one_by_one or self.last_error is not None or now < self._not_before
+        return not troubled and not self._full.isdisjoint(self._rung) and self._has_room()
+
+    def _has_room(self) -> bool:
+        return self._slots.free - self._reserved >= (min(self._many, self._fit) if self._under_way else 1)
 
     def _ring_what_is_due(self, now: float) -> None:
         if now >= self._poll_at:
@@ -193,18 +237,22 @@ class Claimer:
 
     # --- one claim ---
 
-    async def _claim(self, now: float) -> None:
-        limit = min(self._slots.free, self._settings.claim_batch)
-        reason, tenants = self._take_rung(limit)
+    async def _claim(self, now: float, *, beside: bool = False) -> None:
+        limit = min(self._slots.free - self._reserved, self._fit)
+        reason, tenants = self._take_rung(limit, only_full=beside)
         if not tenants:
             return
         positions = [self._cursors[tenant].position(now) for tenant in tenants]
         claim_id = new_id()
         claimed: ClaimedJobs | None = None
         may_have_taken = False
-        self._claiming = anyio.CancelScope()
+        scope = anyio.CancelScope()
+        self._under_way.add(scope)
+        self._reserved += limit
+        if not beside and self._may_claim_beside(now):
+            self._second_wakeup.set()
         try:
-            with self._claiming:
+            with scope:
                 async with self._database.connection() as conn:
                     may_have_taken = True
                     claimed = await RelayDispatchRepository(conn).claim(
@@ -227,10 +275,14 @@ class Claimer:
             may_have_taken = False
             self._denied_for(tenants, error)
         finally:
-            self._claiming = None
+            self._under_way.discard(scope)
+            self._reserved -= limit
             # Also when this task is cancelled in the middle of it.
-            if claimed is None and may_have_taken:
-                self._unanswered.append(_Unanswered(claim_id, tenants, now))
+            if claimed is None:
+                for tenant, position in zip(tenants, positions, strict=True):
+                    self._cursors[tenant].unanswered(position)
+                if may_have_taken:
+                    self._unanswered.append(_Unanswered(claim_id, tenants, now))
         if claimed is not None:
             self._succeeded()
             if self._told:
@@ -238,10 +290,10 @@ class Claimer:
             self._note(claimed, tenants, positions, limit, now, reason)
             self._deliver(claimed, now)
 
-    def _take_rung(self, limit: int) -> tuple[Reason, list[str]]:
+    def _take_rung(self, limit: int, *, only_full: bool) -> tuple[Reason, list[str]]:
         for tenant in self._denied:
             self._rung.pop(tenant, None)
-        tenants = list(self._rung)
+        tenants = [tenant for tenant in self._rung if tenant in self._full] if only_full else list(self._rung)
         if self._one_by_one:
             del tenants[1:]
         elif "more" in self._rung.values():
@@ -249,6 +301,10 @@ class Claimer:
             # from claim to claim; without, one statement for all is the cheapest way to find work.
             del tenants[max(limit // _SHARE, _SHARE) :]
         reasons = {self._rung.pop(tenant) for tenant in tenants}
+        if self._full and len(tenants) <= limit:
+            # Behind the others, for the next claim, which need not wait for this one's answer. Not where the claim may
+            # leave tenants out: those come first then.
+            self._rung.update((tenant, "more") for tenant in tenants if tenant in self._full)
         self._one_by_one = self._one_by_one and bool(self._rung)
         reason: Reason = next((each for each in _REASONS if each in reasons), "poll")
         return reason, tenants
@@ -266,6 +322,8 @@ class Claimer:
         metrics.claims += 1
         metrics.jobs_claimed += len(claimed.jobs)
         metrics.claims_from_zero += not any(positions)
+        if claimed.jobs:
+            self._fit = min(self._settings.claim_batch, _how_many_fit(claimed.jobs))
         now = time.monotonic()
         found = claimed.looked_at > 0
         if not found:
@@ -284,8 +342,16 @@ class Claimer:
             if tenant in unseen:
                 continue
             cursor = self._cursors[tenant]
-            cursor.answered(position, claimed.cursors.get(tenant), tenant in more, seconds, now)
-            if cursor.owed and tenant not in more:
+            full = tenant in more
+            cursor.answered(position, claimed.cursors.get(tenant), full, seconds, now)
+            if full:
+                self._full.add(tenant)
+                continue
+            if tenant in self._full:
+                self._full.discard(tenant)
+                if self._rung.get(tenant) == "more":
+                    del self._rung[tenant]
+            if cursor.owed:
                 self._ring_from_zero(tenant, cursor, now)
         for tenant in (*unseen, *more):
             self._rung.setdefault(tenant, "more")
@@ -313,6 +379,7 @@ class Claimer:
         if self.last_error is None and not isinstance(error, DatabaseBusyError):
             logger.warning("relay %s cannot claim, and tries again: %s", self._relay_id, error)
         self.last_error = error
+        self._full.clear()
         for tenant in tenants:
             self._rung.setdefault(tenant, "poll")
         self._not_before = time.monotonic() + self._backoff.next()
@@ -321,6 +388,7 @@ class Claimer:
         # One tenant that was taken from this login must not stop the others: find it by claiming for one at a time.
         self._metrics.claim_errors += 1
         self.last_error = error
+        self._full.clear()
         if len(tenants) > 1:
             self._one_by_one = True
             for tenant in tenants:
@@ -376,6 +444,16 @@ class Claimer:
     def unanswered(self) -> list[_Unanswered]:
         """Claims whose reply was lost and that have not been asked for with success."""
         return self._unanswered
+
+
+def _how_many_fit(jobs: Sequence[DispatchJob]) -> int:
+    """Return how many such jobs a claim may have for their bodies to come with it: others are fetched one by one.
+
+    Those whose bodies never come with a claim do not count.
+    """
+    brought = [len(job.body) for job in jobs if not job.body_pending]
+    total = sum(brought)
+    return max(CLAIMED_BODIES_BYTES * len(brought) // total, 1) if total else CLAIMED_BODIES_BYTES
 
 
 def _what_is_left(claimed: ClaimedJobs, tenants: list[str], limit: int) -> tuple[list[str], list[str]]:

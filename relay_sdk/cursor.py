@@ -9,6 +9,8 @@ rows that commit late, are released or become due lie below it. Therefore
 * while claims come back full, there is one from zero at least once a second;
 * neither where claims from zero are so slow that they would take more than a twentieth of the time.
 
+Two claims may be under way at once, and be answered in another order.
+
 While nothing is known to be slow, an idle relay's claims are from zero at once: one statement instead of two.
 """
 
@@ -51,14 +53,21 @@ class ClaimCursor:
         if now < self.zero_allowed_at:
             return self._seq
         if self.owed or not self._backlog or now >= self._zero_at + _EVERY_SECONDS:
+            # As it is sent, and not when it is answered: what is owed meanwhile it may not have seen any more.
+            self.owed = False
+            self._zero_at = now
             return 0
         return self._seq
+
+    def unanswered(self, position: int) -> None:
+        """Note that the claim from there has failed."""
+        if position == 0:
+            self.owed = True
 
     def answered(self, position: int, highest_seq: int | None, full: bool, seconds: float, now: float) -> None:
         """Note what a claim found: `full` where there may be more, `seconds` is what it took for this tenant."""
         self._backlog = full
         if position == 0:
-            self.owed = False
             self._zero_at = now
             self.zero_allowed_at = now + seconds * _PAUSE
             # Not the larger of both: a full claim from zero that ends below the cursor has found more rows down there.
@@ -68,7 +77,8 @@ class ClaimCursor:
                 self._seq = max(highest_seq - _TRAIL, 0)
                 self._follow(highest_seq, now)
             return
-        if highest_seq is not None:
+        # One that was sent before a claim from zero moved the cursor back does not move it on again.
+        if highest_seq is not None and position <= self._seq:
             self._seq = max(self._seq, highest_seq - _TRAIL)
             self._follow(highest_seq, now)
         if not full:

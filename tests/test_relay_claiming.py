@@ -116,6 +116,45 @@ async def test_a_full_claim_is_followed_by_another_at_once(database: TestDatabas
     assert relay.metrics.polls == 1
 
 
+async def test_two_claims_are_under_way_only_for_a_backlog_and_never_for_the_same_slots(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = RelayDispatchRepository.claim
+    relay = new_relay(database, concurrency=40, claim_batch=10, **NEVER)
+    relay.fallback(_nothing)
+    under_way: list[int] = []
+    seen: list[tuple[int, bool, int]] = []
+    full = False
+
+    async def spy(self: Any, *args: Any, limit: int, **options: Any) -> Any:
+        nonlocal full
+        under_way.append(limit)
+        assert relay._session is not None
+        assert relay._session._slots is not None
+        seen.append((len(under_way), full, sum(under_way) + len(relay._session._slots)))
+        try:
+            claimed = await claim(self, *args, limit=limit, **options)
+        finally:
+            under_way.remove(limit)
+        full = claimed.looked_at == limit
+        return claimed
+
+    monkeypatch.setattr(RelayDispatchRepository, "claim", spy)
+    jobs = Jobs(gateway)
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        ids = await jobs.enqueue_many(5)
+        await jobs.ring()
+        await jobs.ends(ids)
+        assert {count for count, _, _ in seen} == {1}
+        ids = await jobs.enqueue_many(300)
+        await jobs.ring()
+        await jobs.ends(ids)
+    assert max(count for count, _, _ in seen) == 2
+    assert all(was_full for count, was_full, _ in seen if count == 2)
+    assert max(slots for _, _, slots in seen) <= 40
+
+
 async def test_a_delayed_job_runs_when_it_is_due_without_poll_or_ring(database: TestDatabase, gateway: Any) -> None:
     relay = new_relay(database, **NEVER)
     started: dict[bytes, float] = {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from dispatch_core.models import ClaimedJobs
-from relay_sdk.claimer import _what_is_left
+from relay_sdk.claimer import _how_many_fit, _what_is_left
 from relay_sdk.cursor import ClaimCursor
 
 SECOND = 1_000_000  # of seq
@@ -61,6 +64,39 @@ def test_claims_from_zero_never_take_more_than_a_twentieth_of_the_time() -> None
     assert cursor.position(19.4) == 98 * SECOND
     assert cursor.position(19.5) == 0
     assert cursor.zero_allowed_at == 19.5
+
+
+def test_what_is_owed_while_a_claim_from_zero_is_under_way_stays_owed_and_so_does_that_of_one_that_failed() -> None:
+    cursor = ClaimCursor()
+    cursor.owed = True
+    assert cursor.position(10.0) == 0
+    cursor.owed = True
+    cursor.answered(0, None, False, 0.001, 10.1)
+    assert cursor.owed
+    assert cursor.position(11.0) == 0
+    assert not cursor.owed
+    cursor.unanswered(0)
+    assert cursor.owed
+
+
+def test_a_claim_answered_late_does_not_move_the_cursor_on_over_what_one_from_zero_has_found() -> None:
+    cursor = ClaimCursor()
+    cursor.answered(0, 100 * SECOND, True, 0.001, 10.0)
+    above = cursor.position(10.9)
+    assert cursor.position(11.0) == 0
+    cursor.answered(0, 50 * SECOND, True, 0.001, 11.1)
+    cursor.answered(above, 103 * SECOND, True, 0.001, 11.2)
+    assert cursor.position(11.3) == 48 * SECOND
+
+
+def test_a_claim_asks_for_no_more_jobs_than_bring_their_bodies_along() -> None:
+    def jobs(*bodies: bytes | None) -> Any:
+        return [SimpleNamespace(body=body or b"", body_pending=body is None) for body in bodies]
+
+    assert _how_many_fit(jobs(bytes(65536), bytes(65536), None)) == 64
+    assert _how_many_fit(jobs(bytes(65536), b"")) == 128
+    assert _how_many_fit(jobs(b"", None)) > 10_000
+    assert _how_many_fit(jobs(b"x")) > 10_000
 
 
 def _claimed(counts: dict[str, int]) -> ClaimedJobs:
