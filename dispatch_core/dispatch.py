@@ -57,7 +57,7 @@ _ENQUEUE_KEYED: Final = (
 _CLAIM: Final = """
 select outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt, max_attempts, fence, seq, created_at,
        expires_at, remaining
-from relay.claim($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"""
+from relay.claim($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"""
 _CLAIM_AGAIN: Final = """
 select outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt, max_attempts, fence, seq, created_at,
        expires_at, remaining
@@ -309,14 +309,16 @@ class RelayDispatchRepository:
         after: Sequence[int] | None = None,
         start: int = 0,
         body_limit_bytes: int = 65536,
+        asks_for_sweep: bool = False,
         timeout: float | None = None,
     ) -> ClaimedJobs:
         """Claim at most `limit` jobs of the relay, the lowest `seq` first; never waits for a lock.
 
         `claimed_by` is the id of this relay instance, new at every start. `tenants` (default: the repository's own)
         take turns from `start`; `after` is a cursor for each, and without it the claim starts at zero. Bodies over
-        `body_limit_bytes` come as `body_pending`: see `fetch_body`. `timeout`: seconds for the statement, in place of
-        the connection's own. Not idempotent: after a lost reply ask `claim_again` with the same `claim_id`.
+        `body_limit_bytes` come as `body_pending`: see `fetch_body`. `asks_for_sweep`: the answer's `sweep_is_due` says
+        whether `run_sweeps` has something to do. `timeout`: seconds for the statement, in place of the connection's
+        own. Not idempotent: after a lost reply ask `claim_again` with the same `claim_id`.
         """
         _check_holder(relay_id, claimed_by)
         names = [self._tenant] if tenants is None else list(tenants)
@@ -334,6 +336,7 @@ class RelayDispatchRepository:
                 start,
                 body_limit_bytes,
                 CLAIMED_BODIES_BYTES,
+                asks_for_sweep,
                 timeout=timeout,
             )
         return read.claimed(records, relay_id, sent_at)

@@ -176,6 +176,9 @@ def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJob
         if outcome == "delayed":
             found.next_due[name] = remaining.total_seconds()
             continue
+        if outcome == "sweep":
+            found.sweep_is_due = True
+            continue
         if name != tenant:
             _note(found, tenant, count, highest)
             tenant, count, highest = name, 0, 0

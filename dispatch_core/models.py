@@ -155,7 +155,8 @@ class ClaimedJobs:
     """What one claim returned.
 
     `looked_at` counts the rows it took or ended: below the limit, there was no more above the cursors. `next_due` is
-    the number of seconds until the earliest delayed job of each tenant that has one.
+    the number of seconds until the earliest delayed job of each tenant that has one. `sweep_is_due`: where the claim
+    asked for it, `run_sweeps` has something to do.
     """
 
     jobs: list[DispatchJob] = field(default_factory=list)
@@ -166,6 +167,7 @@ class ClaimedJobs:
     # Per tenant: rows looked at and the highest seq among them, for the caller's cursor.
     counts: dict[str, int] = field(default_factory=dict)
     cursors: dict[str, int] = field(default_factory=dict)
+    sweep_is_due: bool = False
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from relay_sdk.cursor import ClaimCursor
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.settings import RelaySettings
 from relay_sdk.slots import Slots
+from relay_sdk.sweeper import Sweeper
 
 __all__ = ["Claimer", "Reason"]
 
@@ -75,6 +76,7 @@ class Claimer:
         settings: RelaySettings,
         database: Database,
         slots: Slots,
+        sweeper: Sweeper,
         deliver: Callable[[ClaimedJobs, float], None],
         metrics: RelayMetrics,
     ) -> None:
@@ -84,6 +86,7 @@ class Claimer:
         self._settings = settings
         self._database = database
         self._slots = slots
+        self._sweeper = sweeper
         self._deliver = deliver
         self._metrics = metrics
         self._cursors = {tenant: ClaimCursor() for tenant in tenants}
@@ -254,6 +257,7 @@ class Claimer:
         try:
             with scope:
                 async with self._database.connection() as conn:
+                    asks = self._sweeper.wants_to_know(now)
                     may_have_taken = True
                     claimed = await RelayDispatchRepository(conn).claim(
                         self._relay_id,
@@ -264,8 +268,11 @@ class Claimer:
                         tenants=tenants,
                         after=positions if any(positions) else None,
                         body_limit_bytes=self._settings.claim_body_limit_bytes,
+                        asks_for_sweep=asks,
                         timeout=self._settings.patience_seconds,
                     )
+                    if asks:
+                        self._sweeper.told(claimed.sweep_is_due)
         except DatabaseUnavailableError as error:
             self._failed(error, tenants)
         except DatabaseError as error:

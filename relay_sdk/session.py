@@ -190,6 +190,9 @@ class Session:
             stop_with=self.stop_with,
             metrics=metrics,
         )
+        self._sweeper = Sweeper(
+            self._relay_id, settings=settings, database=database, swept=self._on_swept, metrics=metrics
+        )
         self._claimer = Claimer(
             self._relay_id,
             self._tenants,
@@ -197,6 +200,7 @@ class Session:
             settings=settings,
             database=database,
             slots=slots,
+            sweeper=self._sweeper,
             deliver=self._deliver,
             metrics=metrics,
         )
@@ -209,9 +213,6 @@ class Session:
             slots=slots,
             cancel=self._executor.cancel,
             metrics=metrics,
-        )
-        self._sweeper = Sweeper(
-            self._relay_id, settings=settings, database=database, swept=self._on_swept, metrics=metrics
         )
 
     # --- between the pieces ---

@@ -1,11 +1,22 @@
 """Tidy up behind relays that died and gateways that went away: lost leases, jobs past their deadline, delayed ones that
-are due. Any process may do it; the database gives each turn to one. Nothing that anybody is told depends on it."""
+are due. Any process may do it; the database gives each turn to one. Nothing that anybody is told depends on it.
+
+Whether a turn is to be had, a claim learns on its way, so of many idle relays with one login none asks for that alone:
+
+    a claim says that a sweep is due                                    sweep
+    claims that come as often as sweeps have not said anything for      sweep: the database knows whether one is due
+    longer than a poll can take (no free slot, no claim that succeeds)
+    claims come more seldom than sweeps                                 sweep by the clock
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import random
+import time
 from collections.abc import Callable
+from typing import Final
 
 import anyio
 
@@ -19,6 +30,9 @@ from relay_sdk.settings import RelaySettings
 __all__ = ["Sweeper"]
 
 logger = logging.getLogger(__name__)
+
+_FRESH: Final = 0.6
+"""That part of an interval for which the answer of one claim is enough."""
 
 
 class Sweeper:
@@ -40,23 +54,48 @@ class Sweeper:
         self._swept = swept
         self._metrics = metrics
 
+        self._told_at = -math.inf
+        self._due = anyio.Event()
+
+    def wants_to_know(self, now: float) -> bool:
+        """Whether a claim that is made now should ask if a sweep is due. `now` is monotonic."""
+        return now - self._told_at >= _FRESH * self._settings.sweep_seconds
+
+    def told(self, is_due: bool) -> None:
+        """Note what a claim was answered."""
+        self._told_at = time.monotonic()
+        if is_due:
+            self._due.set()
+
     async def run(self) -> None:
         """Sweep for ever."""
-        seconds = self._settings.sweep_seconds
+        settings = self._settings
+        seconds = settings.sweep_seconds
+        # Polls are up to a quarter later than their interval says, and take a while.
+        shares = (1.5, 2.0) if settings.poll_seconds <= seconds else (0.5, 1.0)
+        self._told_at = max(self._told_at, time.monotonic())
         while True:
-            await anyio.sleep(seconds * random.uniform(0.5, 1.0))
-            try:
-                async with self._database.connection() as conn:
-                    with anyio.fail_after(self._settings.patience_seconds):
-                        jobs = await RelayDispatchRepository(conn).run_sweeps(
-                            self._relay_id,
-                            lease_seconds=self._settings.lease_seconds,
-                            every_seconds=(seconds, seconds, min(seconds, 2.0), 60.0),
-                        )
-            except (DatabaseError, TenancyError) as error:
-                logger.debug("relay %s could not sweep: %s", self._relay_id, error)
-                continue
-            self._metrics.sweeps += 1
-            self._metrics.swept += len(jobs)
-            for job in jobs:
-                self._swept(job)
+            patience = seconds * random.uniform(*shares)
+            while not self._due.is_set() and (left := self._told_at + patience - time.monotonic()) > 0:
+                with anyio.move_on_after(left):
+                    await self._due.wait()
+            await self._sweep(seconds)
+            self._told_at = time.monotonic()
+            self._due = anyio.Event()
+
+    async def _sweep(self, seconds: float) -> None:
+        try:
+            async with self._database.connection() as conn:
+                with anyio.fail_after(self._settings.patience_seconds):
+                    jobs = await RelayDispatchRepository(conn).run_sweeps(
+                        self._relay_id,
+                        lease_seconds=self._settings.lease_seconds,
+                        every_seconds=(seconds, seconds, min(seconds, 2.0), 60.0),
+                    )
+        except (DatabaseError, TenancyError) as error:
+            logger.debug("relay %s could not sweep: %s", self._relay_id, error)
+            return
+        self._metrics.sweeps += 1
+        self._metrics.swept += len(jobs)
+        for job in jobs:
+            self._swept(job)

@@ -31,7 +31,7 @@ CREATE FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) RET
     AS $$ … $$;
 ALTER FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[] DEFAULT NULL::bigint[], p_start bigint DEFAULT 0, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
+CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[] DEFAULT NULL::bigint[], p_start bigint DEFAULT 0, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304, p_sweep boolean DEFAULT false) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_indexscan TO 'off'
@@ -45,7 +45,7 @@ CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_cl
     SET plan_cache_mode TO 'force_generic_plan'
     SET "TimeZone" TO 'UTC'
     AS $$ … $$;
-ALTER FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint) OWNER TO relay_api;
+ALTER FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep boolean) OWNER TO relay_api;
 
 CREATE FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -964,8 +964,8 @@ GRANT ALL ON FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) TO
 
 REVOKE ALL ON FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint) TO relay_worker;
+REVOKE ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep boolean) TO relay_worker;
 
 REVOKE ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) TO relay_worker;

@@ -201,6 +201,24 @@ async def test_whoever_has_the_turn_in_an_open_transaction_is_not_waited_for(
         assert await gateway.fetchval(turn)
 
 
+async def test_a_claim_that_asks_is_told_that_a_sweep_is_due_and_no_other_claim_is(
+    worker: Connection, admin: Connection
+) -> None:
+    repository = RelayDispatchRepository(worker, TENANT)
+
+    async def is_due(asks: bool = True) -> bool:
+        return (await repository.claim(RELAY, claimed_by="me", asks_for_sweep=asks)).sweep_is_due
+
+    assert await is_due()
+    assert not await is_due(asks=False)
+    await _sweep(worker, RELAY, every_seconds=(3600.0,) * 4)
+    assert not await is_due()
+    await admin.execute("update relay.sweep set next_due_at = now() where name like 'promote:%'")
+    assert not await is_due()
+    await admin.execute("update relay.sweep set next_due_at = now() where name like 'expire:%'")
+    assert await is_due()
+
+
 async def test_a_sweep_whose_interval_is_null_is_not_done(
     admin: Connection, gateway: Connection, worker: Connection
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.ring_inside import RingInside
 from relay_sdk import DispatchJob, Reply
 from tests.support.databases import TestDatabase
@@ -25,7 +26,7 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ..
     fetch = asyncpg.Connection.fetch
 
     async def spy(self: Any, query: str, *args: Any, **options: Any) -> Any:
-        seen.extend((name, args) for name in ("claim", "complete", "ring") if f"relay.{name}(" in query)
+        seen.extend((name, args) for name in ("claim", "complete", "ring", "run_sweeps") if f"relay.{name}(" in query)
         return await fetch(self, query, *args, **options)
 
     monkeypatch.setattr(asyncpg.Connection, "fetch", spy)
@@ -58,6 +59,28 @@ async def test_a_drained_backlog_takes_a_claim_and_a_completion_per_batch_and_no
     # One array has an element a job: the bodies. The driver looks at each element of an array longer than at any text.
     elements = sum(len(each) for args in completions for each in args if isinstance(each, list))
     assert elements <= jobs + 2 * len(completions)
+
+
+async def test_an_idle_relay_makes_one_statement_a_poll_and_sweeps_only_when_a_claim_has_found_that_one_is_due(
+    database: TestDatabase, worker: Any, admin: Any, statements: list[tuple[str, tuple[Any, ...]]]
+) -> None:
+    await RelayDispatchRepository(worker).run_sweeps("erp", lease_seconds=0.001, every_seconds=(3600, 3600, 3600, 3600))
+    statements.clear()
+    relay = new_relay(database, poll_seconds=0.1, sweep_seconds=0.4)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        return None
+
+    async with running(relay):
+        await eventually(lambda: relay.metrics.polls >= 6)
+        assert {name for name, _ in statements} == {"claim"}
+        assert relay.metrics.polls - 1 <= len(statements) <= relay.metrics.polls
+        asked = [args[-1] for _, args in statements]
+        assert any(asked[1:])
+        assert not all(asked)
+        await admin.execute("update relay.sweep set next_due_at = now() where name = 'expire:erp'")
+        await eventually(lambda: relay.metrics.sweeps >= 1)
 
 
 @pytest.mark.parametrize("allowed", [True, False])

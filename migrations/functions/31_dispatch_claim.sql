@@ -48,6 +48,8 @@ end $$;
 --   and no job id tells in `remaining` how long until the tenant's next delayed job is due.
 --   The body is null where it is longer than p_body_limit, or the bodies of the tenant before it fill p_batch_limit: then
 --   relay.fetch_body.
+--   p_sweep: a last row with outcome 'sweep', and nothing else in it, tells that a sweep of this login and relay is due, and
+--   so that relay.run_sweeps has a turn to give. Many who share a login ask so for no statement of their own.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: FOR UPDATE SKIP LOCKED on queue rows. It never waits.
 --
@@ -60,7 +62,7 @@ end $$;
 create or replace function relay.claim(
   p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval,
   p_after bigint[] default null, p_start bigint default 0, p_body_limit bigint default 65536,
-  p_batch_limit bigint default 4194304)
+  p_batch_limit bigint default 4194304, p_sweep boolean default false)
 returns table (
   outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint,
   max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz, remaining interval)
@@ -160,6 +162,17 @@ begin
     v_turn := v_turn + 1;
     exit when v_left = 0 or v_turn = 2 * v_tenants;
   end loop;
+  if p_sweep then
+    -- Of the turns those that others depend on. Promotion is none: this claim has just done it. A row that is not there
+    -- yet: nobody has ever swept.
+    perform 1 from relay.sweep s
+    where s.role_oid = to_regrole(quote_ident(session_user)) and s.name in ('expire:' || p_relay, 'lease:' || p_relay)
+    having coalesce(bool_or(s.next_due_at <= clock_timestamp()), true);
+    if found then
+      outcome := 'sweep'; tenant_id := null; remaining := null;
+      return next;
+    end if;
+  end if;
 end $$;
 
 -- Guarantees: returns the rows that the claim p_claim_id of this instance has taken, that are still its own and not past their
