@@ -420,6 +420,8 @@ def _ids(jobs: list[DispatchJob]) -> list[UUID]:
 
 async def test_heartbeats_are_heap_only_updates(database: TestDatabase, admin: Connection) -> None:
     """Thousands of them, and none writes to an index: the lease time is in none, and the pages have room."""
+    if not database.server.is_ours:
+        pytest.skip("old versions stay as long as another database's transaction is under way at every snapshot")
     async with connected(database.gateway_dsn) as gateway, connected(database.worker_dsn) as worker:
         await enqueue(gateway, 4000)
         jobs: list[DispatchJob] = []
