@@ -21,7 +21,6 @@ wait after a reconnect. Where nothing is pushed, a job is polled often while it 
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from uuid import UUID
 from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError, UnknownJobError, WaitTimeoutError
 from dispatch_core.listener import Listener, ListenerState
 from dispatch_core.models import DispatchResult, DispatchStatus
+from gateway_sdk.alarms import Alarms
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.due import Due
 from gateway_sdk.health import GatewayCounters
@@ -66,7 +66,7 @@ class ResultWaiter:
         self._channels = channels
         self._settings = settings
         self._counters = counters
-        self._loop = asyncio.get_running_loop()
+        self._alarms = Alarms()
         self._rooms: dict[str, Room] = {}
         self._ticks = Due[Room]()
         self._closed: Callable[[UUID], Exception] | None = None
@@ -112,7 +112,7 @@ class ResultWaiter:
         job.waits.append(wait)
         wait.is_look = timeout == 0 and not storing
         if timeout is not None:
-            wait.timer = self._loop.call_later(_SILENCE_SECONDS if wait.is_look else timeout, self._timed_out, wait)
+            wait.timer = self._alarms.call_later(_SILENCE_SECONDS if wait.is_look else timeout, self._timed_out, wait)
         if is_new:
             if ends_first:
                 job.deadline = deadline
@@ -267,7 +267,7 @@ class ResultWaiter:
     def _set_timer(self, job: Job, seconds: float | None, callback: Callable[[Job], None] | None = None) -> None:
         if job.timer is not None:
             job.timer.cancel()
-        job.timer = None if seconds is None or callback is None else self._loop.call_later(seconds, callback, job)
+        job.timer = None if seconds is None or callback is None else self._alarms.call_later(seconds, callback, job)
 
     def _arm(self, job: Job, deadline: float) -> None:
         """Set the timer for a deadline that is not before `deadline`; each poll gives a closer one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from uuid import UUID
 
 from dispatch_core.errors import RelayDispatchError
 from dispatch_core.models import DispatchResult
+from gateway_sdk.alarms import Alarm
 
 __all__ = ["Job", "Outcome", "Room", "Wait", "for_job"]
 
@@ -35,7 +35,7 @@ class Wait:
         self._keeper = keeper
         self._deliver: Callable[[Outcome], None] | None = deliver
         self.job = job
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: Alarm | None = None
         self.is_look = False
         """It ends with the next answer, whatever that is."""
 
@@ -99,7 +99,7 @@ class Job:
         self.pushed = False
         self.error: RelayDispatchError | None = None
         """Why the last poll had no answer."""
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: Alarm | None = None
         """For the deadline, as far as it is known, or for the end of the grace behind it."""
         self.deadline: float | None = None
         """Kept in place of a timer while the only wait ends no later: timers are a good part of what a wait costs."""

@@ -1,0 +1,52 @@
+"""Alarms: each at its time, none that was cancelled, one timer of the loop for all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from gateway_sdk.alarms import Alarms
+from tests.support.eventually import eventually
+
+
+async def test_they_ring_in_the_order_of_their_times_and_not_when_cancelled() -> None:
+    alarms = Alarms()
+    rung: list[str] = []
+    alarms.call_later(0.02, rung.append, "last")
+    never = alarms.call_later(0.001, rung.append, "never")
+    alarms.call_later(0.005, rung.append, "first")
+    never.cancel()
+    never.cancel()
+    await eventually(lambda: len(rung) == 2)
+    assert rung == ["first", "last"]
+    assert len(alarms) == 0
+
+
+async def test_one_may_cancel_another_that_is_due_with_it() -> None:
+    alarms = Alarms()
+    rung: list[str] = []
+    later = alarms.call_later(0.0, lambda _: rung.append("cancelled"), None)
+    alarms.call_later(-1.0, lambda _: later.cancel(), None)
+    alarms.call_later(0.002, rung.append, "end")
+    await eventually(lambda: "end" in rung)
+    assert rung == ["end"]
+
+
+async def test_ten_thousand_that_are_cancelled_take_one_timer_and_leave_next_to_nothing() -> None:
+    loop: Any = asyncio.get_running_loop()
+    alarms = Alarms()
+    timers: list[None] = []
+
+    class Counting:
+        call_soon = loop.call_soon
+
+        @staticmethod
+        def call_later(*arguments: Any) -> Any:
+            timers.append(None)
+            return loop.call_later(*arguments)
+
+    alarms._loop = Counting()  # type: ignore[assignment]
+    for _ in range(10_000):
+        alarms.call_later(60.0, print, None).cancel()
+    assert len(timers) == 1
+    assert len(alarms) < 600
