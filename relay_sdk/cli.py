@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -114,19 +113,24 @@ class _Report:
         self._relays = relays
         self._output = output
         self._instances: dict[str, Relay] = {}
-        threading.Thread(target=self._watch, name="relay-dispatch ready", daemon=True).start()
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="relay-dispatch ready", daemon=True)
+        self._watcher.start()
 
     def _watch(self) -> None:
         # A first claim was answered, so it listens already. There is no event for it, and the event loop is not ours;
         # but a number can be read from any thread.
         while not all(relay.metrics.claims for relay in self._relays):
-            time.sleep(0.02)
+            if self._over.wait(0.02) and not all(relay.metrics.claims for relay in self._relays):
+                return
         self._instances = {str(relay.instance_id): relay for relay in self._relays}
         if self._output is Output.JSON:
             self._say({"event": "ready", "pid": os.getpid(), "instances": list(self._instances)})
 
     def end(self) -> None:
-        """Print the counts."""
+        """Print the counts, after what is said of the start: a short drain may be over before that."""
+        self._over.set()
+        self._watcher.join()
         if self._output is Output.JSON:
             counts = {
                 instance: {"relay": relay.relay_id, **relay.metrics.as_dict()}
