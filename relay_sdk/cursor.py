@@ -7,7 +7,9 @@ rows that commit late, are released or become due lie below it. Therefore
 
 * a claim above the cursor that comes back short is followed by one from zero;
 * while claims come back full, there is one from zero at least once a second;
-* neither where claims from zero are so slow that they would take more than a twentieth of the time.
+* the second claim of a backlog is from zero as well, where the first took next to no time: so a burst that has exactly
+  filled all slots is over after one more claim, and not after one above the cursor and one from zero;
+* none of these where claims from zero are so slow that they would take more than a twentieth of the time.
 
 Two claims may be under way at once, and be answered in another order.
 
@@ -28,6 +30,8 @@ _TRAIL_SECONDS: Final = 0.5
 
 _EVERY_SECONDS: Final = 1.0
 
+_CHEAP_SECONDS: Final = 0.005
+
 _PAUSE: Final = 19.0
 """Times the duration of a claim from zero until there may be another: then they take a twentieth of the time."""
 
@@ -35,7 +39,7 @@ _PAUSE: Final = 19.0
 class ClaimCursor:
     """The cursor of one tenant. Times are of the monotonic clock."""
 
-    __slots__ = ("_backlog", "_mark", "_marked_at", "_seq", "_zero_at", "owed", "zero_allowed_at")
+    __slots__ = ("_again", "_backlog", "_mark", "_marked_at", "_seq", "_zero_at", "owed", "zero_allowed_at")
 
     def __init__(self) -> None:
         self._seq = 0
@@ -43,6 +47,7 @@ class ClaimCursor:
         self._mark = 0
         self._marked_at = 0.0
         self._backlog = False
+        self._again = False
         self._zero_at = 0.0
         self.owed = False
         """Something may lie below the cursor: the next claim that is allowed to begin at zero does."""
@@ -50,11 +55,11 @@ class ClaimCursor:
 
     def position(self, now: float) -> int:
         """Return the cursor for a claim that is made now; 0 is from zero."""
-        if now < self.zero_allowed_at:
+        if now < self.zero_allowed_at and not self._again:
             return self._seq
-        if self.owed or not self._backlog or now >= self._zero_at + _EVERY_SECONDS:
+        if self._again or self.owed or not self._backlog or now >= self._zero_at + _EVERY_SECONDS:
             # As it is sent, and not when it is answered: what is owed meanwhile it may not have seen any more.
-            self.owed = False
+            self._again = self.owed = False
             self._zero_at = now
             return 0
         return self._seq
@@ -66,6 +71,7 @@ class ClaimCursor:
 
     def answered(self, position: int, highest_seq: int | None, full: bool, seconds: float, now: float) -> None:
         """Note what a claim found: `full` where there may be more, `seconds` is what it took for this tenant."""
+        self._again = full and position == 0 and not self._backlog and seconds <= _CHEAP_SECONDS
         self._backlog = full
         if position == 0:
             self._zero_at = now

@@ -15,7 +15,7 @@ from dispatch_core.errors import DatabaseError, DatabaseUnavailableError, Schema
 from dispatch_core.migrate import grant
 from dispatch_core.models import DispatchStatus
 from dispatch_core.settings import CoreSettings
-from relay_sdk import DispatchJob, Relay, Reply, Retry, run_relays
+from relay_sdk import DispatchJob, Relay, Reply, Retry, cursor, run_relays
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.proxy import TcpProxy
@@ -153,6 +153,23 @@ async def test_two_claims_are_under_way_only_for_a_backlog_and_never_for_the_sam
     assert max(count for count, _, _ in seen) == 2
     assert all(was_full for count, was_full, _ in seen if count == 2)
     assert max(slots for _, _, slots in seen) <= 40
+
+
+async def test_a_burst_that_fills_all_slots_is_followed_by_one_claim_where_claims_from_zero_are_cheap(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cursor, "_CHEAP_SECONDS", 60.0)
+    relay = new_relay(database, concurrency=10, **NEVER)
+    relay.fallback(_nothing)
+    jobs = Jobs(gateway)
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        before = relay.metrics.claims
+        ids = await jobs.enqueue_many(10)
+        await jobs.ring()
+        await jobs.ends(ids)
+        await eventually(lambda: relay._session is not None and relay._session._claimer.has_nothing_to_do)
+        assert relay.metrics.claims - before == 2
 
 
 async def test_a_delayed_job_runs_when_it_is_due_without_poll_or_ring(database: TestDatabase, gateway: Any) -> None:

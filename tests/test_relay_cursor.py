@@ -10,6 +10,7 @@ from relay_sdk.claimer import _how_many_fit, _what_is_left
 from relay_sdk.cursor import ClaimCursor
 
 SECOND = 1_000_000  # of seq
+SLOW = 0.0052  # for a claim from zero to be followed by another at once
 
 
 def test_a_claim_begins_at_zero_until_a_claim_came_back_full() -> None:
@@ -21,34 +22,34 @@ def test_a_claim_begins_at_zero_until_a_claim_came_back_full() -> None:
 
 def test_while_claims_come_back_full_the_cursor_trails_them_and_zero_comes_once_a_second() -> None:
     cursor = ClaimCursor()
-    cursor.answered(0, 100 * SECOND, True, 0.001, 10.0)
+    cursor.answered(0, 100 * SECOND, True, SLOW, 10.0)
     assert cursor.position(10.1) == 98 * SECOND
-    cursor.answered(98 * SECOND, 103 * SECOND, True, 0.001, 10.2)
+    cursor.answered(98 * SECOND, 103 * SECOND, True, SLOW, 10.2)
     assert cursor.position(10.9) == 101 * SECOND
     assert cursor.position(11.0) == 0
 
 
 def test_after_a_bulk_load_the_cursor_trails_half_a_second_of_claiming() -> None:
     cursor = ClaimCursor()
-    cursor.answered(0, 100 * SECOND, True, 0.001, 10.0)
-    cursor.answered(98 * SECOND, 100 * SECOND + 500, True, 0.001, 10.3)
+    cursor.answered(0, 100 * SECOND, True, SLOW, 10.0)
+    cursor.answered(98 * SECOND, 100 * SECOND + 500, True, SLOW, 10.3)
     assert cursor.position(10.4) == 98 * SECOND + 500
-    cursor.answered(98 * SECOND, 100 * SECOND + 900, True, 0.001, 10.5)
+    cursor.answered(98 * SECOND, 100 * SECOND + 900, True, SLOW, 10.5)
     assert cursor.position(10.6) == 100 * SECOND
-    cursor.answered(100 * SECOND, 100 * SECOND + 990, True, 0.001, 11.0)
+    cursor.answered(100 * SECOND, 100 * SECOND + 990, True, SLOW, 11.0)
     assert cursor.position(10.9) == 100 * SECOND + 900
 
 
 def test_a_full_claim_from_zero_moves_the_cursor_back_to_the_rows_it_found_there() -> None:
     cursor = ClaimCursor()
-    cursor.answered(0, 100 * SECOND, True, 0.001, 10.0)
-    cursor.answered(0, 50 * SECOND, True, 0.001, 11.0)
+    cursor.answered(0, 100 * SECOND, True, SLOW, 10.0)
+    cursor.answered(0, 50 * SECOND, True, SLOW, 11.0)
     assert cursor.position(11.1) == 48 * SECOND
 
 
 def test_a_short_claim_above_the_cursor_owes_one_from_zero() -> None:
     cursor = ClaimCursor()
-    cursor.answered(0, 100 * SECOND, True, 0.001, 10.0)
+    cursor.answered(0, 100 * SECOND, True, SLOW, 10.0)
     cursor.answered(98 * SECOND, None, False, 0.001, 10.1)
     assert cursor.owed
     assert cursor.position(10.1) == 0
@@ -66,6 +67,14 @@ def test_claims_from_zero_never_take_more_than_a_twentieth_of_the_time() -> None
     assert cursor.zero_allowed_at == 19.5
 
 
+def test_the_second_claim_of_a_backlog_is_from_zero_too_where_the_first_was_cheap() -> None:
+    cursor = ClaimCursor()
+    cursor.answered(cursor.position(10.0), 100 * SECOND, True, 0.001, 10.0)
+    assert cursor.position(10.0) == 0
+    cursor.answered(0, 101 * SECOND, True, 0.001, 10.1)
+    assert cursor.position(10.2) == 99 * SECOND
+
+
 def test_what_is_owed_while_a_claim_from_zero_is_under_way_stays_owed_and_so_does_that_of_one_that_failed() -> None:
     cursor = ClaimCursor()
     cursor.owed = True
@@ -81,11 +90,11 @@ def test_what_is_owed_while_a_claim_from_zero_is_under_way_stays_owed_and_so_doe
 
 def test_a_claim_answered_late_does_not_move_the_cursor_on_over_what_one_from_zero_has_found() -> None:
     cursor = ClaimCursor()
-    cursor.answered(0, 100 * SECOND, True, 0.001, 10.0)
+    cursor.answered(0, 100 * SECOND, True, SLOW, 10.0)
     above = cursor.position(10.9)
     assert cursor.position(11.0) == 0
-    cursor.answered(0, 50 * SECOND, True, 0.001, 11.1)
-    cursor.answered(above, 103 * SECOND, True, 0.001, 11.2)
+    cursor.answered(0, 50 * SECOND, True, SLOW, 11.1)
+    cursor.answered(above, 103 * SECOND, True, SLOW, 11.2)
     assert cursor.position(11.3) == 48 * SECOND
 
 
