@@ -190,8 +190,9 @@ class Claimer:
                 if any(lost.ask_at <= now for lost in self._unanswered):
                     await self._ask_again(now)
                     continue
-                if self._rung and self._has_room():
-                    await self._claim(now)
+                beside = bool(self._under_way)
+                if self._may_claim_beside(now) if beside else self._rung and self._has_room():
+                    await self._claim(now, beside=beside)
                     continue
             self._idle = self._idle or not (self._rung or self._under_way)
             with anyio.move_on_after(self._seconds_to_wait(now)):
@@ -199,7 +200,7 @@ class Claimer:
             self._wakeup = anyio.Event()
 
     async def _run_second(self) -> None:
-        """Claim while there is a backlog and a claim of `_run_first` is under way."""
+        """Claim while there is a backlog and the other loop's claim is under way."""
         while not self._stopping:
             now = time.monotonic()
             if self._under_way and self._may_claim_beside(now):
