@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import Any
 
@@ -15,7 +16,8 @@ from dispatch_core.errors import DatabaseError, DatabaseUnavailableError, Schema
 from dispatch_core.migrate import grant
 from dispatch_core.models import DispatchStatus
 from dispatch_core.settings import CoreSettings
-from relay_sdk import DispatchJob, Relay, Reply, Retry, cursor, run_relays
+from relay_sdk import DispatchJob, Relay, Reply, Retry, run_relays
+from relay_sdk.cursor import ClaimCursor
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.proxy import TcpProxy
@@ -158,7 +160,7 @@ async def test_two_claims_are_under_way_only_for_a_backlog_and_never_for_the_sam
 async def test_a_burst_that_fills_all_slots_is_followed_by_one_claim_where_claims_from_zero_are_cheap(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cursor, "_CHEAP_SECONDS", 60.0)
+    monkeypatch.setattr(sys.modules[ClaimCursor.__module__], "_CHEAP_SECONDS", 60.0)
     relay = new_relay(database, concurrency=10, **NEVER)
     relay.fallback(_nothing)
     jobs = Jobs(gateway)
