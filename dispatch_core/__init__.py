@@ -2,6 +2,7 @@
 
     migrate                   bring a database's schema `relay` up to this version
     RelayDispatchRepository   the dispatch verbs on a connection of yours, one SQL function each
+    Outbox                    events written in a transaction of yours, and drained into sinks afterwards
     DispatchRequest, DispatchJob, DispatchResult, DispatchStatus    what crosses the seams
     RelayDispatchError        the root of every error, with a stable `code` and `retryable`
 
@@ -23,6 +24,7 @@ from dispatch_core.errors import (
     InvalidHeadersError,
     InvalidInputError,
     InvalidNameError,
+    InvalidPayloadError,
     InvalidResultError,
     MalformedHeadersError,
     MigrationDriftError,
@@ -34,6 +36,7 @@ from dispatch_core.errors import (
     TenancyError,
     TenancyMismatchError,
     TenancyUnboundError,
+    TransactionRequiredError,
     UnknownJobError,
     WaitTimeoutError,
 )
@@ -51,10 +54,12 @@ from dispatch_core.models import (
     Settled,
     WriteOutcome,
 )
+from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxMessage, OutboxPark, OutboxSettings
 from dispatch_core.tenancy import DISPATCH_TENANT_SCOPE_SQL
 
 __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "DISPATCH_TENANT_SCOPE_SQL",
+    "Outbox",
     "RelayDispatchRepository",
     "migrate",
     #
@@ -64,8 +69,13 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "DispatchRequest",
     "DispatchResult",
     "DispatchStatus",
+    "DrainReport",
     "EndedJob",
     "MalformedJob",
+    "OutboxEvent",
+    "OutboxMessage",
+    "OutboxPark",
+    "OutboxSettings",
     "PutBack",
     "Settled",
     "WriteOutcome",
@@ -83,6 +93,7 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "InvalidHeadersError",
     "InvalidInputError",
     "InvalidNameError",
+    "InvalidPayloadError",
     "InvalidResultError",
     "MalformedHeadersError",
     "MigrationDriftError",
@@ -94,6 +105,7 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "TenancyError",
     "TenancyMismatchError",
     "TenancyUnboundError",
+    "TransactionRequiredError",
     "UnknownJobError",
     "WaitTimeoutError",
 ]

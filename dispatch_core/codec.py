@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json as standard_json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
 import orjson
 
-from dispatch_core.errors import InvalidBodyError, InvalidHeadersError, InvalidNameError, MalformedHeadersError
+from dispatch_core.errors import (
+    InvalidBodyError,
+    InvalidHeadersError,
+    InvalidNameError,
+    InvalidPayloadError,
+    MalformedHeadersError,
+)
 
 __all__ = [
     "MAX_HEADERS_BYTES",
@@ -29,8 +37,10 @@ __all__ = [
     "check_name",
     "decode_headers",
     "decode_json",
+    "decode_payload",
     "encode_body",
     "encode_headers",
+    "encode_payload",
     "sanitize",
 ]
 
@@ -262,6 +272,53 @@ def _refuse_non_finite(value: object) -> None:
 
 def _attributes(item: Any) -> Iterable[object]:
     return [getattr(item, field.name) for field in dataclasses.fields(item) if hasattr(item, field.name)]
+
+
+# --- payloads: JSON that PostgreSQL keeps as jsonb --------------------------------------------------------------------
+
+# An odd number of backslashes before u0000 is the character itself, an even number is the text that looks like it.
+_NUL_ITSELF: Final = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+
+# orjson makes a float of an integer beyond 64 bits, silently.
+_MANY_DIGITS: Final = re.compile(r"[0-9]{19}")
+
+
+def encode_payload(value: object, max_bytes: int) -> bytes:
+    """Return a JSON value as JSON text, which PostgreSQL will store as jsonb without a loss.
+
+    Integers may have any size. jsonb keeps no order of keys, and 1e2 comes back as 100.
+
+    Raises: InvalidPayloadError for what is no JSON value (NaN and the infinities too), NUL, lone surrogates, or more
+    than `max_bytes`.
+    """
+    try:
+        encoded = _encode_json(value)
+    except InvalidBodyError as refused:
+        encoded = _encode_large_integers(value, refused)
+    if _ESCAPED_NUL in encoded and _NUL_ITSELF.search(encoded):
+        raise InvalidPayloadError("the payload holds a NUL character, which PostgreSQL cannot store")
+    if len(encoded) > max_bytes:
+        raise InvalidPayloadError(f"the payload has {len(encoded)} bytes; at most {max_bytes} are allowed")
+    return encoded
+
+
+def _encode_large_integers(value: object, refused: InvalidBodyError) -> bytes:
+    """Encode what orjson refuses only because of an integer beyond 64 bits; else say why it was refused."""
+    reason = str(refused).removeprefix("json= ")
+    if "64-bit" not in reason:
+        raise InvalidPayloadError(f"the payload {reason}") from None
+    try:
+        text = standard_json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidPayloadError(f"the payload cannot be encoded: {sanitize(error, 200)}") from None
+
+
+def decode_payload(text: str) -> Any:
+    """Return the JSON value that a stored payload is, integers of any size among it."""
+    if _MANY_DIGITS.search(text):
+        return standard_json.loads(text)
+    return orjson.loads(text)
 
 
 # --- text that must be storable whatever it is ----------------------------------------------------------------------

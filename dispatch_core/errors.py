@@ -29,6 +29,7 @@ __all__ = [
     "InvalidHeadersError",
     "InvalidInputError",
     "InvalidNameError",
+    "InvalidPayloadError",
     "InvalidResultError",
     "MalformedHeadersError",
     "MigrationDriftError",
@@ -40,6 +41,7 @@ __all__ = [
     "TenancyError",
     "TenancyMismatchError",
     "TenancyUnboundError",
+    "TransactionRequiredError",
     "UnknownJobError",
     "WaitTimeoutError",
 ]
@@ -81,6 +83,12 @@ class InvalidBodyError(InvalidInputError):
     """A body must be bytes, str or a JSON value, and within the size limit."""
 
     code = "S2R-BODY-INVALID"
+
+
+class InvalidPayloadError(InvalidInputError):
+    """An event's payload must be a JSON value without NUL, and within the size limit."""
+
+    code = "S2R-PAYLOAD-INVALID"
 
 
 class InvalidDeadlineError(InvalidInputError):
@@ -187,6 +195,15 @@ class MalformedHeadersError(RelayDispatchError):
     def __init__(self, message: str | None = None, *, job_id: UUID | None = None) -> None:
         super().__init__(message or (f"the stored headers of job {job_id} are malformed" if job_id else None))
         self.job_id = job_id
+
+
+# --- outbox ---------------------------------------------------------------------------------------
+
+
+class TransactionRequiredError(RelayDispatchError):
+    """An event is written in the caller's open transaction, and this connection is in none; nothing was sent."""
+
+    code = "S2R-TRANSACTION-REQUIRED"
 
 
 # --- database -------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any, Final, Self
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dispatch_core.errors import ConfigurationError
 
-__all__ = ["CoreSettings", "Settings", "redact_dsn"]
+__all__ = ["CoreSettings", "OutboxSettings", "Settings", "redact_dsn"]
 
 MIB: Final = 1024 * 1024
 
@@ -121,6 +121,76 @@ class CoreSettings(Settings):
         if self.listen_dsn is not None and self.listen_dsn.get_secret_value():
             return self.listen_dsn.get_secret_value()
         return self.require_dsn()
+
+
+class OutboxSettings(Settings):
+    """What draining the outbox needs."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTBOX_")
+
+    dsn: SecretStr | None = Field(
+        default=None, description="the database that holds the outbox, as a postgresql:// URL; default: the gateway's"
+    )
+    listen_dsn: SecretStr | None = Field(
+        default=None,
+        description="that database directly, for LISTEN, where a pooler stands before it; default: the dsn",
+    )
+    drain_interval_sec: float = Field(
+        default=0.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="between two looks for events, beside the wake-ups; 0 = off: no task, connection or statement",
+    )
+    batch_size: int = Field(default=100, ge=1, le=10_000, description="events claimed at once, at most")
+    max_batch_bytes: int = Field(default=8 * MIB, ge=0, le=512 * MIB, description="what their payloads come to, about")
+    concurrency: int = Field(default=10, ge=1, le=1000, description="sinks called at a time, for one batch")
+    sink_timeout_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="for one event, after which its sink is cancelled",
+    )
+    stale_claim_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="after which the claim of a drainer that does not answer is taken back; the same for all drainers",
+    )
+    max_attempts: int = Field(default=25, ge=1, description="failed deliveries after which an event is parked")
+    backoff_base_seconds: float = Field(
+        default=1.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="the longest pause after the first failure; doubles",
+    )
+    backoff_cap_seconds: float = Field(
+        default=900.0, gt=0, le=86400, allow_inf_nan=False, description="the longest pause of all"
+    )
+    retry_horizon_seconds: float = Field(
+        default=3 * 86400.0,
+        gt=0,
+        le=6 * 86400.0,
+        allow_inf_nan=False,
+        description="after its first claim, past which an event is parked: before a dispatch job's key is forgotten",
+    )
+    stop_timeout_seconds: float = Field(
+        default=5.0,
+        ge=0,
+        le=600,
+        allow_inf_nan=False,
+        description="for giving a batch back when the drain is cancelled",
+    )
+
+    @model_validator(mode="after")
+    def _a_sink_ends_before_its_claim_is_stale(self) -> Self:
+        # Begun within two thirds of the claim's time, it must be over before the rest is.
+        if self.sink_timeout_seconds * 3 >= self.stale_claim_seconds:
+            raise ValueError("sink_timeout_seconds must be less than a third of stale_claim_seconds")
+        return self
 
 
 _SECRET_PARAMETER: Final = re.compile(r"(?i)\b((?:ssl)?password|passfile)(\s*=\s*)('(?:[^'\\]|\\.)*'|[^&\s]*)")

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from dispatch_core.settings import CoreSettings, Settings
+from dispatch_core.settings import CoreSettings, OutboxSettings, Settings
 from gateway_sdk.settings import GatewaySettings
 from relay_sdk.settings import RelaySettings
 
 PAGE: Final = Path(__file__).with_name("settings.md")
-CLASSES: Final[tuple[type[Settings], ...]] = (CoreSettings, GatewaySettings, RelaySettings)
+CLASSES: Final[tuple[type[Settings], ...]] = (CoreSettings, GatewaySettings, RelaySettings, OutboxSettings)
 
 UNITS: Final = {"_seconds": "s", "_sec": "s", "_bytes": "bytes", "dsn": "URL", "_name": "text"}
 """By the end of a name; a number without such an end is a count."""
@@ -31,8 +31,9 @@ HEAD: Final = """\
 
 Each is an environment variable, and a field of a settings class: `RELAY_DISPATCH_…` of
 `dispatch_core.settings.CoreSettings`, `GATEWAY_…` of `gateway_sdk.GatewaySettings`, `RELAY_…` of
-`relay_sdk.RelaySettings`. What is given in code comes before the environment, and that before the default. A wrong
-value is a `ConfigurationError` at the start, which names the variable.
+`relay_sdk.RelaySettings`, `OUTBOX_…` of `dispatch_core.settings.OutboxSettings`. What is given in code comes before the
+environment, and that before the default. A wrong value is a `ConfigurationError` at the start, which names the
+variable.
 
 This page is made from the classes: `python docs/settings_table.py --write`; `make check` fails where it differs.
 

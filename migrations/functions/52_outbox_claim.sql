@@ -168,7 +168,8 @@ declare
   v_late    bigint[];
   v_keys    text[];
   v_befores uuid[] := array_fill(null::uuid, array[cardinality(p_rows)]);
-  v_held    jsonb;
+  v_held    jsonb := '{}';
+  v_blocked boolean := false;
   v_hold    tid[];
   v_before  record;
 begin
@@ -195,13 +196,16 @@ begin
     where not c.late and f.event_id <> c.event_id
   loop
     v_befores[v_before.n] := v_before.event_id;
+    v_blocked := true;
   end loop;
-  -- Whoever ends one of these must wait from now on, and will then see who waits for it.
-  select coalesce(jsonb_object_agg(i.event_id, null) filter (where l.state in ('ready', 'claimed')), '{}') into v_held
-  from (select distinct u.event_id from unnest(v_befores) as u (event_id) where u.event_id is not null) i
-  cross join lateral (
-    select o.state from relay.outbox o
-    where o.tenant_id = p_tenant and o.event_id = i.event_id limit 1 for key share skip locked) l;
+  if v_blocked then
+    -- Whoever ends one of these must wait from now on, and will then see who waits for it.
+    select coalesce(jsonb_object_agg(i.event_id, null) filter (where l.state in ('ready', 'claimed')), '{}') into v_held
+    from (select distinct u.event_id from unnest(v_befores) as u (event_id) where u.event_id is not null) i
+    cross join lateral (
+      select o.state from relay.outbox o
+      where o.tenant_id = p_tenant and o.event_id = i.event_id limit 1 for key share skip locked) l;
+  end if;
 
   for v_n in 1..cardinality(p_rows) loop
     continue when p_lates[v_n];

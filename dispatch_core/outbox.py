@@ -1,0 +1,342 @@
+"""The outbox room: events written in the caller's own transaction, and drained into sinks afterwards, at least once.
+
+    Outbox.enqueue(conn, kind, payload)     in an open transaction, on whatever connection it brings
+    async with Outbox(dsn, sinks=…) as o:   a drainer
+        await o.drain()                     claim, deliver, settle: one batch
+
+A drain claims in one short transaction, calls the sinks with no connection, lock or transaction held, and settles in
+another. A drainer that dies leaves claims that are taken back after `stale_claim_seconds`; one that comes back later
+than that finds its fence stale and changes nothing. Any number of drainers may run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final, Self
+from uuid import UUID
+
+import anyio
+
+from dispatch_core.backoff import Backoff
+from dispatch_core.database import Database
+from dispatch_core.errors import ConfigurationError, ConnectionLostError, DatabaseError, RelayDispatchError
+from dispatch_core.ids import new_instance_id
+from dispatch_core.migrate import check_schema
+from dispatch_core.outbox_delivery import Delivery
+from dispatch_core.outbox_groups import Groups
+from dispatch_core.outbox_models import (
+    ClaimedEvents,
+    DrainReport,
+    OutboxEvent,
+    OutboxMessage,
+    OutboxPark,
+    SettledEvent,
+    Sink,
+    Verdict,
+)
+from dispatch_core.outbox_repository import OutboxRepository
+from dispatch_core.outbox_write import MAX_PAYLOAD_BYTES, WritingConnection, write_event, write_events
+from dispatch_core.settings import OutboxSettings
+from dispatch_core.tenancy import warn_if_bypassing
+
+__all__ = ["DrainReport", "Outbox", "OutboxEvent", "OutboxMessage", "OutboxPark", "OutboxSettings", "Sink"]
+
+_LOOK_AT_KEYS: Final = 200
+"""For lost turns, in one search for work."""
+
+logger = logging.getLogger("relay_dispatch.outbox")
+
+
+class Outbox:
+    """Writes events, and drains them into sinks.
+
+    Writing needs no instance: `Outbox.enqueue` and `Outbox.enqueue_many` work on the class. To drain, make one with
+    sinks and enter it. It is an async context manager; a `Database` that is given stays its owner's.
+    """
+
+    def __init__(
+        self,
+        database: Database | str,
+        *,
+        sinks: Mapping[str, Sink] | None = None,
+        default_sink: Sink | None = None,
+        tenants: Sequence[str] | None = None,
+        settings: OutboxSettings | None = None,
+    ) -> None:
+        """Drain events of `tenants` (None: all that the login may drain) into the sink of their kind.
+
+        Without `default_sink` events of other kinds than those of `sinks` are left for other drainers.
+        """
+        self.settings = settings or OutboxSettings()
+        self._database = (
+            database
+            if isinstance(database, Database)
+            else Database(database, min_size=1, max_size=4, application_name="relay-dispatch outbox")
+        )
+        self._owns_database = not isinstance(database, Database)
+        self.sinks: dict[str, Sink] = dict(sinks or {})
+        self.default_sink = default_sink
+        self._tenants = None if tenants is None else list(tenants)
+        self._verbs = OutboxRepository(self._database)
+        self._groups = Groups()
+        self._instance = new_instance_id("outbox")
+        self._claims = 0
+        self._unanswered: dict[str, tuple[list[str], float]] = {}
+        """Claims whose reply was lost -> their tenants, and until when they are to be asked for."""
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Open what is ours, and check the schema.
+
+        Raises: SchemaMismatchError, TenancyDeniedError, DatabaseError.
+        """
+        async with AsyncExitStack() as stack:
+            if self._owns_database:
+                await stack.enter_async_context(self._database)
+            async with self._database.connection() as conn:
+                await check_schema(conn, rooms=["outbox"])
+                await warn_if_bypassing(conn, logger)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._unanswered:
+            # Else their events wait until the claims are stale, and count as failures then.
+            with anyio.move_on_after(self.settings.stop_timeout_seconds, shield=True):
+                with contextlib.suppress(RelayDispatchError):
+                    await self._release_unanswered()
+        await self._stack.__aexit__(kind, error, traceback)
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    async def enqueue(
+        conn: WritingConnection,
+        kind: str,
+        payload: Any,
+        *,
+        tenant: str | None = None,
+        key: str | None = None,
+        delay: float | timedelta | None = None,
+        notify: bool = True,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+    ) -> UUID:
+        """Write an event in the open transaction of `conn`, and return its id.
+
+        `payload` is any JSON value. `tenant` None: the one that is bound on the connection (`app.tenant_id`). Events of
+        one `key` are delivered one after the other. `delay`: seconds, or a timedelta. `notify` wakes the drainers at
+        the commit, which then takes a lock of the whole database until it is flushed.
+
+        Transaction: the caller's; the event is there when it commits, and never was when it rolls back.
+        Idempotent: no; a second call is a second event.
+
+        Raises: TransactionRequiredError outside a transaction, InvalidPayloadError, InvalidNameError,
+        InvalidDeadlineError: before anything is sent. TenancyUnboundError and the like, DatabaseError: the transaction
+        has failed then.
+        """
+        message = OutboxMessage(kind, payload, key, delay)
+        return await write_event(conn, message, tenant=tenant, notify=notify, max_payload_bytes=max_payload_bytes)
+
+    @staticmethod
+    async def enqueue_many(
+        conn: WritingConnection,
+        events: Sequence[OutboxMessage],
+        *,
+        tenant: str | None = None,
+        notify: bool = True,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+    ) -> list[UUID]:
+        """Write events as `enqueue` does, all or none, in one statement for each 4 MiB; return their ids.
+
+        Their order is the order within a key. Raises: as `enqueue`.
+        """
+        return await write_events(conn, events, tenant=tenant, notify=notify, max_payload_bytes=max_payload_bytes)
+
+    # --- draining -------------------------------------------------------------------------------------------------
+
+    @property
+    def verbs(self) -> OutboxRepository:
+        """The room's verbs on this drainer's database."""
+        return self._verbs
+
+    def next_due_in(self) -> float | None:
+        """Return the seconds until the next event is due, as of the last drain that found nothing; None: unknown."""
+        return self._groups.later_in(anyio.current_time())
+
+    async def drain(self, batch: int = 100) -> DrainReport:
+        """Claim at most `batch` events, give each to its sink, and write what became of it.
+
+        Where `claimed` is above 0 there may be more: call it again. Cancelled, it settles what was delivered and
+        releases the rest, within `stop_timeout_seconds`; sinks that run are cancelled.
+
+        Transaction: one for the claim, one for the settling; none while a sink runs.
+        Idempotent: an event may reach its sink again after a crash, an outage or a cancellation.
+
+        Raises: DatabaseError and the like where nothing could be claimed; where the settling fails for another reason
+        than an outage. ConfigurationError without a sink.
+        """
+        if batch < 1:
+            raise ConfigurationError("a drain needs a positive batch")
+        if not self.sinks and self.default_sink is None:
+            raise ConfigurationError("an Outbox without a sink has nobody to deliver to")
+        await self._release_unanswered()
+        reclaimed = await self._search()
+        started = anyio.current_time()
+        claimed_by, claimed = await self._claim(batch)
+        for tenant, event_id in claimed.expired:
+            logger.warning("event %s of tenant %s is parked: first tried too long ago", event_id, tenant)
+        expired = len(claimed.expired)
+        if not claimed.events:
+            return DrainReport(reclaimed=reclaimed, expired=expired)
+
+        settings = self.settings
+        delivery = Delivery(
+            claimed.events,
+            self._sink_of,
+            concurrency=settings.concurrency,
+            timeout=settings.sink_timeout_seconds,
+            begin_until=started + settings.stale_claim_seconds * 2 / 3,
+            backoff_base=settings.backoff_base_seconds,
+            backoff_cap=settings.backoff_cap_seconds,
+        )
+        try:
+            await delivery.run()
+            settled = await self._settle(claimed_by, delivery, started + settings.stale_claim_seconds)
+        except RelayDispatchError:
+            raise
+        except BaseException:
+            # Cancelled: what was delivered is written, the rest is free for others at once.
+            with (
+                anyio.move_on_after(settings.stop_timeout_seconds, shield=True),
+                contextlib.suppress(RelayDispatchError),
+            ):
+                await self._settle(claimed_by, delivery, started + settings.stale_claim_seconds)
+            raise
+        if delivery.fatal is not None:
+            raise delivery.fatal
+        return _report(delivery, settled, expired, reclaimed)
+
+    def _sink_of(self, kind: str) -> Sink:
+        sink = self.sinks.get(kind, self.default_sink)
+        if sink is None:
+            raise LookupError(f"no sink for events of kind {kind}")
+        return sink
+
+    async def _search(self) -> int:
+        """Find out where there is work, if that is not known; return how many claims were taken back."""
+        groups, now = self._groups, anyio.current_time()
+        if not groups.must_search(now):
+            return 0
+        looks = groups.must_look(now)
+        work = await self._verbs.due(
+            tenants=self._tenants,
+            kinds=None if self.default_sink is not None else list(self.sinks),
+            start=groups.start,
+            stale_seconds=self.settings.stale_claim_seconds,
+            max_attempts=self.settings.max_attempts,
+            look=_LOOK_AT_KEYS if looks else 0,
+            look_behind=groups.look_behind,
+        )
+        after = anyio.current_time()
+        groups.found(work, looks, after - now, after)
+        if work.reclaimed or work.parked:
+            logger.warning(
+                "%d claims were not answered for in time and are open again; %d of their events are parked",
+                work.reclaimed + work.parked,
+                work.parked,
+            )
+        return work.reclaimed
+
+    async def _claim(self, batch: int) -> tuple[str, ClaimedEvents]:
+        # New for each claim: a token, by which what a lost reply has told nobody can be given back.
+        self._claims += 1
+        claimed_by = f"{self._instance}/{self._claims}"
+        before = anyio.current_time()
+        pick = self._groups.pick(batch, before)
+        if not pick.groups:
+            return claimed_by, ClaimedEvents([], [], set())
+        try:
+            claimed = await self._verbs.claim(
+                pick.groups,
+                claimed_by=claimed_by,
+                limit=batch,
+                after=pick.after,
+                max_bytes=self.settings.max_batch_bytes,
+                horizon_seconds=self.settings.retry_horizon_seconds,
+            )
+        except BaseException as error:
+            self._groups.unclaimed(pick)
+            if not isinstance(error, RelayDispatchError) or isinstance(error, ConnectionLostError):
+                # It may have been made, or be made yet: cancellation and a lost reply tell nothing of that.
+                tenants = list(dict.fromkeys(tenant for tenant, _ in pick.groups))
+                self._unanswered[claimed_by] = (tenants, before + self.settings.stale_claim_seconds)
+            raise
+        after = anyio.current_time()
+        self._groups.claimed(pick, claimed, after - before, after)
+        return claimed_by, claimed
+
+    async def _release_unanswered(self) -> None:
+        """Give back what claims have taken whose reply was lost."""
+        for claimed_by, (tenants, until) in list(self._unanswered.items()):
+            # Asked for until something came of it: it may still be under way on the server, and commit later.
+            if await self._verbs.unclaim(tenants, claimed_by) or anyio.current_time() >= until:
+                self._unanswered.pop(claimed_by, None)
+                self._groups.forget()
+
+    async def _settle(self, claimed_by: str, delivery: Delivery, until: float) -> list[SettledEvent]:
+        """Write the verdicts; through an outage, for as long as the claims can still be ours."""
+        verdicts = delivery.verdicts
+        backoff = Backoff(0.1, 5.0)
+        uncertain = False
+        while True:
+            try:
+                settled, promoted = await self._verbs.settle(
+                    verdicts, claimed_by=claimed_by, max_attempts=self.settings.max_attempts
+                )
+                break
+            except DatabaseError as error:
+                if not error.retryable:
+                    raise
+                uncertain = uncertain or isinstance(error, ConnectionLostError)
+                if anyio.current_time() >= until:
+                    logger.error("what became of %d events could not be written: %s", len(verdicts), error)
+                    return [SettledEvent("stale", "claimed")] * len(verdicts)
+            await anyio.sleep(backoff.next())
+        self._groups.opened(promoted)
+        if uncertain:
+            # A try before this one may have been made, its reply lost: then each event stands where it was put.
+            settled = [_meant(verdict, item) for (_, verdict), item in zip(verdicts, settled, strict=True)]
+        return settled
+
+
+def _meant(verdict: Verdict, settled: SettledEvent) -> SettledEvent:
+    put = {"delivered": ("gone",), "failed": ("ready", "parked"), "park": ("parked",), "release": ("ready",)}
+    if settled.outcome == "stale" and settled.state in put[verdict.outcome]:
+        return SettledEvent("applied", settled.state)
+    return settled
+
+
+def _report(delivery: Delivery, settled: Sequence[SettledEvent], expired: int, reclaimed: int) -> DrainReport:
+    counts = {"delivered": 0, "failed": 0, "parked": 0, "released": 0, "stale": 0}
+    for (event, verdict), item in zip(delivery.verdicts, settled, strict=True):
+        if item.outcome == "stale":
+            counts["stale"] += 1
+        elif item.state == "parked":
+            counts["parked"] += 1
+            if verdict.outcome == "failed":
+                logger.warning(
+                    "event %s of kind %s is parked after its last attempt: %s",
+                    event.event_id,
+                    event.kind,
+                    verdict.error,
+                )
+        else:
+            counts[{"delivered": "delivered", "failed": "failed"}.get(verdict.outcome, "released")] += 1
+    return DrainReport(claimed=len(settled), expired=expired, reclaimed=reclaimed, **counts)

@@ -1,0 +1,120 @@
+"""Give claimed events to their sinks, some at a time, and turn how each ended into a verdict.
+
+Nothing here touches the database: no connection, lock or transaction is held while a sink runs.
+
+    returned                        delivered
+    raised OutboxPark               park
+    raised anything else            failed, with its text
+    took too long                   failed, S2R-SINK-TIMEOUT
+    raised CancelledError itself    failed, S2R-SINK-CANCELLED
+    not begun in time, or cut off because the drain was cancelled or a sink raised SystemExit or KeyboardInterrupt
+                                    release: nothing is counted
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Final
+
+import anyio
+
+from dispatch_core import codec
+from dispatch_core.backoff import full_jitter
+from dispatch_core.outbox_models import ClaimedEvent, OutboxEvent, OutboxPark, Sink, Verdict
+
+__all__ = ["Delivery"]
+
+_MAX_REASON_BYTES: Final = 2000
+
+_RELEASED: Final = Verdict("release")
+_DELIVERED: Final = Verdict("delivered")
+
+logger = logging.getLogger("relay_dispatch.outbox")
+
+
+class Delivery:
+    """One batch on its way. `verdicts` may be asked for at any moment: what has no end yet is to be released."""
+
+    def __init__(
+        self,
+        events: Sequence[ClaimedEvent],
+        sink_of: Callable[[str], Sink],
+        *,
+        concurrency: int,
+        timeout: float,
+        begin_until: float,
+        backoff_base: float,
+        backoff_cap: float,
+    ) -> None:
+        """Take times in seconds; `begin_until` is of `anyio.current_time`: no sink is called after it."""
+        self.events = events
+        self._sink_of = sink_of
+        self._concurrency = concurrency
+        self._timeout = timeout
+        self._begin_until = begin_until
+        self._backoff_base = backoff_base
+        self._backoff_cap = backoff_cap
+        self._verdicts: list[Verdict] = [_RELEASED] * len(events)
+        self._next = iter(range(len(events)))
+        self.fatal: BaseException | None = None
+        """SystemExit or KeyboardInterrupt, raised by a sink: for the caller to raise once the batch is settled."""
+
+    @property
+    def verdicts(self) -> list[tuple[ClaimedEvent, Verdict]]:
+        """What is to be said of each event."""
+        return list(zip(self.events, self._verdicts, strict=True))
+
+    async def run(self) -> None:
+        """Deliver what can be begun in time; return when no sink runs any more."""
+        async with anyio.create_task_group() as group:
+            for _ in range(min(self._concurrency, len(self.events))):
+                group.start_soon(self._work, group.cancel_scope)
+
+    async def _work(self, batch: anyio.CancelScope) -> None:
+        # One iterator for all workers: each event is taken by one of them.
+        for place in self._next:
+            if self.fatal is not None or anyio.current_time() >= self._begin_until:
+                return
+            try:
+                verdict = await self._deliver(self.events[place])
+            except (SystemExit, KeyboardInterrupt) as error:
+                # Let out of a task, it would end the event loop at once, and with it the settling of the others.
+                self.fatal = error
+                batch.cancel()
+                return
+            self._verdicts[place] = verdict
+
+    async def _deliver(self, claimed: ClaimedEvent) -> Verdict:
+        try:
+            event = OutboxEvent(
+                claimed.event_id,
+                claimed.tenant_id,
+                claimed.kind,
+                claimed.key,
+                codec.decode_payload(claimed.payload),
+                claimed.created_at,
+                claimed.attempts,
+            )
+            with anyio.move_on_after(self._timeout):
+                await self._sink_of(claimed.kind)(event)
+                return _DELIVERED
+            reason = f"S2R-SINK-TIMEOUT: its sink did not answer within {self._timeout:g} s"
+        except OutboxPark as park:
+            reason = codec.sanitize(park, _MAX_REASON_BYTES)
+            logger.warning("event %s of kind %s is parked by its sink: %s", claimed.event_id, claimed.kind, reason)
+            return Verdict("park", reason or "parked by its sink, without a reason")
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except anyio.get_cancelled_exc_class():
+            if anyio.current_effective_deadline() == -math.inf:
+                raise  # the drain itself is cancelled
+            reason = "S2R-SINK-CANCELLED: its sink raised CancelledError by itself"
+        except BaseException as error:  # noqa: BLE001  whatever a sink raises, it hurts its own event alone
+            reason = codec.sanitize(f"{type(error).__name__}: {codec.sanitize(error)}", _MAX_REASON_BYTES)
+        # The attempt that has just failed is not among the event's.
+        pause = full_jitter(claimed.attempts + 1, self._backoff_base, self._backoff_cap)
+        logger.info("event %s of kind %s was not delivered: %s", claimed.event_id, claimed.kind, reason)
+        return Verdict("failed", reason, timedelta(seconds=pause))

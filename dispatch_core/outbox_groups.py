@@ -1,0 +1,128 @@
+"""Remember where there is something to claim: which tenants and kinds, in whose turn, and from where on.
+
+A search for groups costs a few index probes a tenant, and a claim from the beginning wades through what an old
+transaction keeps alive. So while there is a backlog, groups are kept from claim to claim, each with a cursor
+(`cursor.ClaimCursor`, on available_at), and searched for again once a second; less often where a search was dear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from dispatch_core.cursor import ClaimCursor
+from dispatch_core.outbox_models import ClaimedEvents, DueWork, Group
+
+__all__ = ["Groups", "Pick"]
+
+_SEARCH_SECONDS: Final = 1.0
+_PAUSE: Final = 19.0
+"""Times the duration of a search until there may be another while there is a backlog: then they take a twentieth."""
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+
+
+class Pick:
+    """The groups of one claim, and the cursor of each."""
+
+    __slots__ = ("groups", "positions")
+
+    def __init__(self, groups: list[Group], positions: list[int]) -> None:
+        self.groups = groups
+        self.positions = positions
+
+    @property
+    def after(self) -> list[datetime | None]:
+        """The cursors, as the claim takes them."""
+        return [None if position == 0 else _EPOCH + position * _MICROSECOND for position in self.positions]
+
+
+class Groups:
+    """The groups that have something to claim, as far as is known. Times are of a monotonic clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._cursors: dict[Group, ClaimCursor] = {}
+        """In the order of their turns."""
+        self._search_at = 0.0
+        self._look_at = 0.0
+        self._later_at: float | None = None
+        self.start: str | None = None
+        self.look_behind: dict[str, str] = {}
+
+    def must_search(self, now: float) -> bool:
+        """Tell whether to search for groups before the next claim."""
+        return not self._cursors or now >= self._search_at
+
+    def must_look(self, now: float) -> bool:
+        """Tell whether a search is to look for lost turns too."""
+        return now >= self._look_at
+
+    def found(self, work: DueWork, looked: bool, seconds: float, now: float) -> None:
+        """Note what a search found, which took so many seconds."""
+        for group in work.due:
+            self._cursors.setdefault(group, ClaimCursor())
+        self.start = work.start
+        self._later_at = None if work.later is None else now + work.later.total_seconds()
+        self._search_at = now + max(_SEARCH_SECONDS, seconds * _PAUSE)
+        if looked:
+            self.look_behind = dict(work.look)
+            self._look_at = now + _SEARCH_SECONDS
+
+    def later_in(self, now: float) -> float | None:
+        """Return the seconds until the first event is due that was not at the last search; None: there was none."""
+        return None if self._later_at is None else max(self._later_at - now, 0.0)
+
+    def pick(self, limit: int, now: float) -> Pick:
+        """Return the groups whose turn it is, for a claim of `limit` events: so few that each gets several."""
+        groups = list(self._cursors)[: max(16, limit // 16)]
+        positions: list[int] = []
+        for group in groups:
+            cursor = self._cursors.pop(group)
+            self._cursors[group] = cursor
+            positions.append(cursor.position(now))
+        return Pick(groups, positions)
+
+    def claimed(self, pick: Pick, claimed: ClaimedEvents, seconds: float, now: float) -> None:
+        """Note what a claim returned; a group in which nothing is left is forgotten."""
+        highest: dict[Group, datetime] = {}
+        for event in claimed.events:
+            group = (event.tenant_id, event.kind)
+            highest[group] = max(event.available_at, highest.get(group, event.available_at))
+        for group, position in zip(pick.groups, pick.positions, strict=True):
+            cursor = self._cursors.get(group)
+            if cursor is None:
+                continue
+            last = highest.get(group)
+            full = group in claimed.more
+            cursor.answered(
+                position,
+                None if last is None else (last - _EPOCH) // _MICROSECOND,
+                full,
+                seconds / len(pick.groups),
+                now,
+            )
+            if not full and not cursor.owed:
+                del self._cursors[group]
+
+    def unclaimed(self, pick: Pick) -> None:
+        """Note that a claim failed."""
+        for group, position in zip(pick.groups, pick.positions, strict=True):
+            cursor = self._cursors.get(group)
+            if cursor is not None:
+                cursor.unanswered(position)
+
+    def opened(self, groups: Iterable[Group]) -> None:
+        """Note that something can be claimed in these groups, below the cursor where there is one."""
+        for group in groups:
+            self._cursors.setdefault(group, ClaimCursor()).owed = True
+
+    def forget(self) -> None:
+        """Search again before the next claim."""
+        self._search_at = 0.0
+
+    @property
+    def known(self) -> Sequence[Group]:
+        """The groups that have something to claim, as far as is known."""
+        return list(self._cursors)
