@@ -229,7 +229,6 @@ async def test_lanes_of_idle_tenants_are_dropped(database: TestDatabase) -> None
     async with open_client(database.gateway_dsn, tenant_idle_seconds=0.05) as client:
         await asyncio.gather(*(client.tenant(f"t{n}").enqueue("erp", "Op") for n in range(300)))
         lanes = client._runtime.lanes  # type: ignore[union-attr]
-        assert len(lanes.enqueue) > 0
         await eventually(lambda: len(lanes.enqueue) == 0)
         # And come back when they are needed.
         await client.tenant("t1").enqueue("erp", "Op")

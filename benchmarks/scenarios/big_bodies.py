@@ -12,6 +12,7 @@ from typing import Final
 from uuid import UUID
 
 from benchmarks.bare.loops import echo_by_functions
+from benchmarks.loops import as_relay_run
 from benchmarks.model import Case, Contender, Sample, Scenario, check
 from benchmarks.sandbox import OPERATION, RELAY, TENANT, Sandbox
 from benchmarks.scenarios.drain import RATE
@@ -49,11 +50,12 @@ async def _relay(sandbox: Sandbox) -> list[UUID]:
 
 
 async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
-    if contender is _OURS:
-        handled = await _relay(sandbox)
-    else:
-        async with sandbox.connections(sandbox.worker_dsn, int(contender.name[-1])) as connections:
-            handled = await echo_by_functions(connections, _BATCH)
+    with as_relay_run():
+        if contender is _OURS:
+            handled = await _relay(sandbox)
+        else:
+            async with sandbox.connections(sandbox.worker_dsn, int(contender.name[-1])) as connections:
+                handled = await echo_by_functions(connections, _BATCH)
     found = await sandbox.counts("ours")
     check(0, queued=found["queued"])
     [row] = await sandbox.fetch(

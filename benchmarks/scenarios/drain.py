@@ -16,6 +16,7 @@ from typing import Final
 from uuid import UUID
 
 from benchmarks.bare.loops import drain_by_functions, drain_by_statements
+from benchmarks.loops import as_relay_run
 from benchmarks.model import Case, CaseResult, Contender, Figure, Sample, Scenario, Verdict, check
 from benchmarks.sandbox import OPERATION, RELAY, TENANT, Sandbox
 from relay_sdk import DispatchJob, Relay, Reply
@@ -76,7 +77,8 @@ async def run_drain(sandbox: Sandbox, case: Case, contender: Contender) -> dict[
     Raises: CheckFailedError.
     """
     ours = contender.role == "ours"
-    handled = await (drain_by_relay(sandbox.worker_dsn) if ours else drain_by_loop(sandbox, contender))
+    with as_relay_run():
+        handled = await (drain_by_relay(sandbox.worker_dsn) if ours else drain_by_loop(sandbox, contender))
     found = await sandbox.counts(side_of(contender))
     check(0, queued=found["queued"])
     return check(

@@ -14,6 +14,7 @@ import asyncpg
 
 from benchmarks.bare.loops import drain_by_functions
 from benchmarks.fleet import Member, fleet
+from benchmarks.loops import as_relay_run
 from benchmarks.model import Case, Contender, Sample, Scenario, check
 from benchmarks.sandbox import Sandbox
 from benchmarks.scenarios.drain import BATCH, CONCURRENCY, RATE, drain_by_relay
@@ -39,7 +40,8 @@ async def relay_member(member: Member, *, dsn: str, done_dsn: str) -> list[str]:
     """Drain by a relay from `go` on, and say so when it is done; return the ids that were handled."""
     member.ready()
     await member.go.wait()
-    handled = await drain_by_relay(dsn)
+    with as_relay_run():
+        handled = await drain_by_relay(dsn)
     await _say_done(done_dsn)
     await member.stop.wait()
     return [job_id.hex for job_id in handled]
@@ -50,7 +52,8 @@ async def loop_member(member: Member, *, dsn: str, done_dsn: str, connections: i
     opened = [await asyncpg.connect(dsn) for _ in range(connections)]
     member.ready()
     await member.go.wait()
-    claimed = await drain_by_functions(opened, BATCH, f"process-{member.number}")
+    with as_relay_run():
+        claimed = await drain_by_functions(opened, BATCH, f"process-{member.number}")
     for connection in opened:
         await connection.close(timeout=10)
     await _say_done(done_dsn)

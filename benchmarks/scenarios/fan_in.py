@@ -24,6 +24,7 @@ from typing import Final
 
 from benchmarks.bare.reply import bare_batch_worker, bare_caller
 from benchmarks.child import child
+from benchmarks.loops import as_relay_run
 from benchmarks.model import Case, Contender, Figure, Sample, Scenario, check, percentile
 from benchmarks.sandbox import BODY, HEADERS, OPERATION, RELAY, TENANT, TTL, Sandbox
 from benchmarks.scenarios.drain import CONCURRENCY
@@ -56,8 +57,9 @@ async def echo_relay(ready: Callable[[], None], stop: asyncio.Event, *, dsn: str
         async with asyncio.timeout(30):
             while not (relay.metrics.claims_empty and relay.health().listener == "listening"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        ready()
-        await stop.wait()
+        with as_relay_run():
+            ready()
+            await stop.wait()
         relay.stop()
     return numbers
 
@@ -139,7 +141,8 @@ async def _drain(sandbox: Sandbox, case: Case) -> Sample:
         handled.append(job.job_id)
         return Reply(job.body)
 
-    await relay.run(drain=True)
+    with as_relay_run():
+        await relay.run(drain=True)
     found = await sandbox.counts("ours")
     checks = check(
         case.jobs,
