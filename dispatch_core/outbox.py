@@ -190,6 +190,11 @@ class Outbox:
         reclaimed = await self._search()
         started = anyio.current_time()
         claimed_by, claimed = await self._claim(batch)
+        if not claimed.events and self._groups.known:
+            # Above the cursors there was nothing; below them there may be.
+            claimed_by, below = await self._claim(batch)
+            below.expired.extend(claimed.expired)
+            claimed = below
         for tenant, event_id in claimed.expired:
             logger.warning("event %s of tenant %s is parked: first tried too long ago", event_id, tenant)
         expired = len(claimed.expired)

@@ -13,6 +13,7 @@ Nothing here touches the database: no connection, lock or transaction is held wh
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from datetime import timedelta
 from typing import Final
 
 import anyio
+from anyio.abc import TaskGroup
 
 from dispatch_core import codec
 from dispatch_core.backoff import full_jitter
@@ -59,6 +61,8 @@ class Delivery:
         self._backoff_cap = backoff_cap
         self._verdicts: list[Verdict] = [_RELEASED] * len(events)
         self._next = iter(range(len(events)))
+        self._workers = 1
+        self._starting = False
         self.fatal: BaseException | None = None
         """SystemExit or KeyboardInterrupt, raised by a sink: for the caller to raise once the batch is settled."""
 
@@ -70,24 +74,38 @@ class Delivery:
     async def run(self) -> None:
         """Deliver what can be begun in time; return when no sink runs any more."""
         async with anyio.create_task_group() as group:
-            for _ in range(min(self._concurrency, len(self.events))):
-                group.start_soon(self._work, group.cancel_scope)
+            await self._work(group)
 
-    async def _work(self, batch: anyio.CancelScope) -> None:
+    async def _join(self, group: TaskGroup) -> None:
+        self._starting = False
+        await self._work(group)
+
+    async def _work(self, group: TaskGroup) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled_before = task.cancelling()
+        last = len(self.events) - 1
         # One iterator for all workers: each event is taken by one of them.
         for place in self._next:
             if self.fatal is not None or anyio.current_time() >= self._begin_until:
                 return
+            if not self._starting and self._workers < self._concurrency and place < last:
+                # Started now, it runs as soon as the sink below waits for something; most batches of quick sinks need
+                # no second worker, and a task costs more than such a delivery.
+                self._starting = True
+                self._workers += 1
+                group.start_soon(self._join, group)
             try:
-                verdict = await self._deliver(self.events[place])
+                verdict = await self._deliver(self.events[place], task, cancelled_before)
             except (SystemExit, KeyboardInterrupt) as error:
                 # Let out of a task, it would end the event loop at once, and with it the settling of the others.
                 self.fatal = error
-                batch.cancel()
+                group.cancel_scope.cancel()
                 return
             self._verdicts[place] = verdict
 
-    async def _deliver(self, claimed: ClaimedEvent) -> Verdict:
+    async def _deliver(self, claimed: ClaimedEvent, task: asyncio.Task[object], cancelled_before: int) -> Verdict:
+        timeout: asyncio.Timeout | None = None
         try:
             event = OutboxEvent(
                 claimed.event_id,
@@ -98,10 +116,11 @@ class Delivery:
                 claimed.created_at,
                 claimed.attempts,
             )
-            with anyio.move_on_after(self._timeout):
-                await self._sink_of(claimed.kind)(event)
-                return _DELIVERED
-            reason = f"S2R-SINK-TIMEOUT: its sink did not answer within {self._timeout:g} s"
+            sink = self._sink_of(claimed.kind)
+            # Not anyio's, which costs as much as all the rest of a delivery.
+            async with asyncio.timeout(self._timeout) as timeout:
+                await sink(event)
+            return _DELIVERED
         except OutboxPark as park:
             reason = codec.sanitize(park, _MAX_REASON_BYTES)
             logger.warning("event %s of kind %s is parked by its sink: %s", claimed.event_id, claimed.kind, reason)
@@ -109,11 +128,14 @@ class Delivery:
         except (SystemExit, KeyboardInterrupt):
             raise
         except anyio.get_cancelled_exc_class():
-            if anyio.current_effective_deadline() == -math.inf:
+            if task.cancelling() > cancelled_before or anyio.current_effective_deadline() == -math.inf:
                 raise  # the drain itself is cancelled
             reason = "S2R-SINK-CANCELLED: its sink raised CancelledError by itself"
         except BaseException as error:  # noqa: BLE001  whatever a sink raises, it hurts its own event alone
-            reason = codec.sanitize(f"{type(error).__name__}: {codec.sanitize(error)}", _MAX_REASON_BYTES)
+            if timeout is not None and timeout.expired():
+                reason = f"S2R-SINK-TIMEOUT: its sink did not answer within {self._timeout:g} s"
+            else:
+                reason = codec.sanitize(f"{type(error).__name__}: {codec.sanitize(error)}", _MAX_REASON_BYTES)
         # The attempt that has just failed is not among the event's.
         pause = full_jitter(claimed.attempts + 1, self._backoff_base, self._backoff_cap)
         logger.info("event %s of kind %s was not delivered: %s", claimed.event_id, claimed.kind, reason)

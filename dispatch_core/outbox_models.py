@@ -1,4 +1,7 @@
-"""The values of the outbox: what is written, what a sink is given, what a drain reports."""
+"""The values of the outbox: what is written, what a sink is given, what a drain reports.
+
+Those that there are one of for each event are not frozen, which would double what it costs to make one.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class OutboxMessage:
     delay: float | timedelta | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutboxEvent:
     """An event as its sink is given it. It may come more than once: `event_id` is the same each time."""
 
@@ -87,7 +90,7 @@ class DrainReport:
 # --- what crosses the seam to SQL ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClaimedEvent:
     """An event in this drainer's hands; the payload is still JSON text."""
 

@@ -6,6 +6,7 @@ what PostgreSQL refuses comes as one of ours (`errors`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final, TypeAlias
@@ -29,7 +30,7 @@ _CLAIM: Final = (
 )
 _UNCLAIM: Final = "select relay.outbox_unclaim($1, $2)"
 _SETTLE: Final = (
-    "select n, outcome, state, tenant_id, kind from relay.outbox_settle($1, $2, $3, $4, $5, $6, $7, $8, $9)"
+    "select outcome, state, ns, tenant_id, kind from relay.outbox_settle($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 )
 _RETRY: Final = "select n, outcome from relay.outbox_retry($1, $2)"
 _PARK: Final = "select n, outcome from relay.outbox_park($1, $2, $3)"
@@ -148,11 +149,11 @@ class OutboxRepository:
         Idempotent: yes; an event that was settled before is stale.
         """
         # Grouped by tenant; `places` leads back.
-        places = sorted(range(len(verdicts)), key=lambda place: verdicts[place][0].tenant_id)
-        counts: dict[str, int] = {}
-        for place in places:
-            tenant = verdicts[place][0].tenant_id
-            counts[tenant] = counts.get(tenant, 0) + 1
+        counts = Counter(event.tenant_id for event, _ in verdicts)
+        places = list(range(len(verdicts)))
+        if len(counts) > 1:
+            places.sort(key=lambda place: verdicts[place][0].tenant_id)
+            counts = Counter(verdicts[place][0].tenant_id for place in places)
         ordered = [verdicts[place] for place in places]
         errors = [v.error and codec.sanitize(v.error, _MAX_ERROR_BYTES) for _, v in ordered]
         delays = [v.delay for _, v in ordered]
@@ -170,11 +171,13 @@ class OutboxRepository:
         )
         settled: list[SettledEvent] = [SettledEvent("stale", "gone")] * len(verdicts)
         promoted: set[Group] = set()
-        for n, outcome, state, tenant, kind in rows:
+        for outcome, state, ns, tenant, kind in rows:
             if outcome == "promoted":
                 promoted.add((tenant, kind))
             else:
-                settled[places[n - 1]] = SettledEvent(outcome, state)
+                came = SettledEvent(outcome, state)
+                for n in ns:
+                    settled[places[n - 1]] = came
         return settled, promoted
 
     async def channel(self, tenant: str | None) -> str:

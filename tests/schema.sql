@@ -227,7 +227,7 @@ CREATE FUNCTION relay.outbox_back(p_tenant text, p_at timestamp with time zone, 
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_back(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint, p_suspect boolean) OWNER TO relay_api;
 
-CREATE FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_keys text[], p_sizes bigint[], p_suspects boolean[], p_lates boolean[], p_bytes bigint, p_first boolean) RETURNS TABLE(take tid[], size bigint, parked uuid[], whole boolean, alone boolean)
+CREATE FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_oldest timestamp with time zone, p_bytes bigint, p_first boolean) RETURNS TABLE(take tid[], size bigint, parked uuid[], whole boolean, alone boolean)
     LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -238,7 +238,7 @@ CREATE FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_keys text[], p_sizes bigint[], p_suspects boolean[], p_lates boolean[], p_bytes bigint, p_first boolean) OWNER TO relay_api;
+ALTER FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_oldest timestamp with time zone, p_bytes bigint, p_first boolean) OWNER TO relay_api;
 
 CREATE FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint DEFAULT 8388608, p_horizon interval DEFAULT '3 days'::interval) RETURNS TABLE(outcome text, tenant_id text, event_id uuid, kind text, key text, payload text, fence bigint, attempts bigint, created_at timestamp with time zone, available_at timestamp with time zone)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -287,15 +287,6 @@ CREATE FUNCTION relay.outbox_enqueue(p_kind text, p_payload jsonb, p_key text DE
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET row_security TO 'on'
-    SET enable_seqscan TO 'off'
-    SET enable_bitmapscan TO 'off'
-    SET enable_sort TO 'off'
-    SET enable_incremental_sort TO 'off'
-    SET enable_hashjoin TO 'off'
-    SET enable_mergejoin TO 'off'
-    SET jit TO 'off'
-    SET plan_cache_mode TO 'force_generic_plan'
-    SET "TimeZone" TO 'UTC'
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_enqueue(p_kind text, p_payload jsonb, p_key text, p_delay interval, p_tenant text, p_event_id uuid, p_notify boolean) OWNER TO relay_api;
 
@@ -326,6 +317,19 @@ CREATE FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) RETURNS void
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_last(p_tenant text, p_key text) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_last(p_tenant text, p_key text) OWNER TO relay_api;
 
 CREATE FUNCTION relay.outbox_list(p_tenant text, p_state text DEFAULT NULL::text, p_kind text DEFAULT NULL::text, p_limit bigint DEFAULT 50, p_before uuid DEFAULT NULL::uuid) RETURNS TABLE(event_id uuid, kind text, key text, state text, attempts bigint, last_error text, claimed_by text, created_at timestamp with time zone, available_at timestamp with time zone, claimed_at timestamp with time zone, parked_at timestamp with time zone)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -429,7 +433,7 @@ CREATE FUNCTION relay.outbox_ring(p_tenant text) RETURNS void
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_ring(p_tenant text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.outbox_settle(p_claimed_by text, p_tenants text[], p_counts bigint[], p_event_ids uuid[], p_fences bigint[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint) RETURNS TABLE(n bigint, outcome text, state text, tenant_id text, kind text)
+CREATE FUNCTION relay.outbox_settle(p_claimed_by text, p_tenants text[], p_counts bigint[], p_event_ids uuid[], p_fences bigint[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint) RETURNS TABLE(outcome text, state text, ns bigint[], tenant_id text, kind text)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -1018,7 +1022,7 @@ GRANT ALL ON FUNCTION relay.now() TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.outbox_back(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes text[], p_errors text[], p_delays interval[], p_max_attempts bigint, p_suspect boolean) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_keys text[], p_sizes bigint[], p_suspects boolean[], p_lates boolean[], p_bytes bigint, p_first boolean) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_oldest timestamp with time zone, p_bytes bigint, p_first boolean) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint, p_horizon interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint, p_horizon interval) TO relay_gateway;
@@ -1035,6 +1039,8 @@ REVOKE ALL ON FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, 
 GRANT ALL ON FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notify boolean) TO relay_gateway;
 
 REVOKE ALL ON FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.outbox_last(p_tenant text, p_key text) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) TO relay_gateway;

@@ -134,6 +134,17 @@ async def test_a_payload_that_python_cannot_read_hurts_its_own_event_alone(
     assert (report.delivered, report.failed) == (1, 2)
 
 
+async def test_a_drain_that_finds_nothing_above_its_cursor_looks_below_it_at_once(
+    database: TestDatabase, gateway: Connection
+) -> None:
+    await write(gateway, 1, 2)
+    async with outbox(database, Recorder()) as drainer:
+        assert (await drainer.drain(1)).delivered == 1
+        (cursor,) = drainer._groups._cursors.values()
+        cursor._seq, cursor._zero_at, cursor._again, cursor.zero_allowed_at = 2**52, anyio.current_time(), False, 0
+        assert (await drainer.drain(1)).delivered == 1
+
+
 # --- many ---------------------------------------------------------------------------------------
 
 

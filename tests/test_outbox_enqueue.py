@@ -250,10 +250,13 @@ async def test_many_events_of_any_size_keep_their_order_and_their_ids(admin: Con
     messages = [OutboxMessage(KIND, [n, "x" * 500_000], key=f"k{n % 3}") for n in range(20)]
     async with gateway.transaction():
         ids = await Outbox.enqueue_many(gateway, messages, tenant=TENANT)
-    rows = await admin.fetch(f"select event_id, (payload ->> 0)::int as n, seq, state from {OUTBOX} order by seq")
+    rows = await admin.fetch(
+        f"select event_id, (payload ->> 0)::int as n, state, available_at from {OUTBOX} order by seq"
+    )
     assert [row["n"] for row in rows] == list(range(20))
     assert [row["event_id"] for row in rows] == ids
     assert [row["state"] for row in rows] == ["ready"] * 3 + ["waiting"] * 17
+    assert len({row["available_at"] for row in rows}) == 20, "a cursor of a claim looks at none that is as old"
 
 
 # --- the one SQL call ---------------------------------------------------------------------------

@@ -33,6 +33,7 @@ INSIDE_OF_VERBS = {
     "outbox_ring",
     "outbox_new_id",
     "outbox_choose",
+    "outbox_last",
     "outbox_restart",
 }
 # What a policy calls is called by whoever reads the table.

@@ -173,8 +173,9 @@ async def test_a_login_has_no_right_but_its_functions(
         "relay.outbox_promote('b', '{}')",
         "relay.outbox_ring('b')",
         "relay.outbox_new_id(now())",
-        "relay.outbox_choose('b', now(), '{}', '{}', '{}', '{}', '{}', '{}', 1, true)",
+        "relay.outbox_choose('b', now(), '{}', now(), 1, true)",
         "relay.outbox_restart('b', now(), '{}')",
+        "relay.outbox_last('b', 'k')",
     ]
     tables = [
         r[0]
@@ -207,7 +208,7 @@ async def test_a_login_has_no_right_but_its_functions(
             ):
                 with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedObjectError)):
                     await connection.execute(statement)
-    assert len(internal) == 22
+    assert len(internal) == 23
 
 
 async def test_every_internal_function_is_among_those_that_were_tried(admin: Connection) -> None:
@@ -219,7 +220,7 @@ async def test_every_internal_function_is_among_those_that_were_tried(admin: Con
         "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",
         "end_jobs", "return_jobs", "renew_jobs", "ready_jobs", "drop_jobs", "request_digest",
         "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
-        "outbox_choose", "outbox_restart",
+        "outbox_choose", "outbox_restart", "outbox_last",
     }  # fmt: skip
     rows = await admin.fetch("select distinct proname from pg_proc where pronamespace = 'relay'::regnamespace")
     assert {r[0] for r in rows} == callable_by_logins | internal

@@ -5,6 +5,19 @@
 -- no lock on a row of others, and waits for nobody. The event is there when that transaction commits, and never was when
 -- it rolls back; the same holds for its wake-up.
 
+-- Guarantees: the seq of the last live event of the key that can be seen; null where there is none.
+-- Apart, for the settings that keep its plan from going bad: each costs a call that needs none of them.
+create or replace function relay.outbox_last(p_tenant text, p_key text) returns bigint
+language plpgsql
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+as $$
+begin
+  return (select o.seq from relay.outbox o
+          where o.tenant_id = p_tenant and o.key = p_key and o.parked_at is null
+          order by o.seq desc, o.event_id desc limit 1);
+end $$;
+
 -- Guarantees: on commit the event is stored, once, and returned is its id: p_event_id, or a new UUIDv7. It can be claimed
 --   after p_delay. Of two events of one tenant and key, one that was written after the other's transaction had committed
 --   (or later in the same one) is delivered only after the other was delivered or parked; nothing else is promised of order.
@@ -21,10 +34,6 @@ returns uuid
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set row_security = on
-set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
--- A delay of a day is 24 hours, also where the session's time zone changes its clocks.
-set timezone = 'UTC'
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway}');
@@ -40,14 +49,15 @@ begin
     raise exception 'a delay must be finite and not negative' using errcode = 'S2021';
   end if;
   if p_key is not null then
-    select o.seq into v_last from relay.outbox o
-    where o.tenant_id = v_tenant and o.key = p_key and o.parked_at is null order by o.seq desc, o.event_id desc limit 1;
+    v_last := relay.outbox_last(v_tenant, p_key);
   end if;
   insert into relay.outbox (tenant_id, event_id, kind, key, payload, seq, state, created_at, available_at)
   values (v_tenant, v_id, p_kind, p_key, p_payload,
           -- Above the last of its key, also where a batch has run ahead of the clock or the clock was set back.
           greatest((extract(epoch from v_now) * 1000000)::bigint, v_last + 1),
-          case when v_last is null then 'ready' else 'waiting' end, v_now, v_now + coalesce(p_delay, interval '0'));
+          case when v_last is null then 'ready' else 'waiting' end, v_now,
+          -- In seconds: so a day is 24 hours, also where the session's time zone changes its clocks.
+          case when p_delay is null then v_now else v_now + make_interval(secs => extract(epoch from p_delay)::float8) end);
   if p_notify and coalesce(p_delay, interval '0') = interval '0' then
     perform relay.outbox_ring(v_tenant);
   end if;
@@ -116,7 +126,9 @@ begin
     insert into relay.outbox (tenant_id, event_id, kind, key, payload, seq, state, created_at, available_at)
     select v_tenant, v_ids[e.n], e.value ->> 'kind', e.value ->> 'key', e.value -> 'payload', v_seq + e.n - 1,
            case when (v_first ->> (e.value ->> 'key'))::bigint <> e.n then 'waiting' else 'ready' end,
+           -- A microsecond apart, for the cursors of claims: what is at a cursor is not looked at.
            v_now, v_now + coalesce((e.value ->> 'delay_ms')::double precision, 0) * interval '1 ms'
+                  + (e.n - 1) * interval '1 us'
     from jsonb_array_elements(p_events) with ordinality as e (value, n)
     returning event_id)
   select array_agg(s.event_id) into v_stored from stored s;

@@ -151,20 +151,24 @@ begin
 end $$;
 
 -- Guarantees: of the events that the caller has locked, ready ones of one tenant in the order of a claim, says which to take now:
---   those past the horizon (p_late) are parked here; one that is suspect is taken alone, as the first of a claim, or not
+--   those first claimed before p_oldest are parked here; one that is suspect is taken alone, as the first of a claim, or not
 --   at all; one of a key is taken only where it is the first of its key, and waits from here on where it is not (unless the
 --   one before it is locked: then it is left for the next claim); and no more than p_bytes, but one at least while p_first.
 --   take = the rows, in order; whole = nothing was left out but what waits or is parked; alone = the claim is over.
 -- Locks: FOR KEY SHARE SKIP LOCKED on the events that others wait for. It never waits.
 create or replace function relay.outbox_choose(
-  p_tenant text, p_at timestamptz, p_rows tid[], p_ids uuid[], p_keys text[], p_sizes bigint[], p_suspects boolean[],
-  p_lates boolean[], p_bytes bigint, p_first boolean)
+  p_tenant text, p_at timestamptz, p_rows tid[], p_oldest timestamptz, p_bytes bigint, p_first boolean)
 returns table (take tid[], size bigint, parked uuid[], whole boolean, alone boolean)
 language plpgsql
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
+  v_ids     uuid[];
+  v_all     text[];
+  v_sizes   bigint[];
+  v_suspect boolean[];
+  v_lates   boolean[];
   v_late    bigint[];
   v_keys    text[];
   v_befores uuid[] := array_fill(null::uuid, array[cardinality(p_rows)]);
@@ -174,7 +178,14 @@ declare
   v_before  record;
 begin
   take := '{}'; size := 0; whole := true; alone := false;
-  select array_agg(u.n) into v_late from unnest(p_lates) with ordinality as u (late, n) where u.late;
+  select array_agg(r.event_id), array_agg(r.key), array_agg(r.size), array_agg(r.suspect), array_agg(r.late),
+         array_agg(u.n) filter (where r.late)
+  into v_ids, v_all, v_sizes, v_suspect, v_lates, v_late
+  from unnest(p_rows) with ordinality as u (row_id, n)
+  cross join lateral (
+    select o.event_id, o.key, pg_column_size(o.payload)::bigint as size, o.suspect,
+           coalesce(o.first_claimed_at < p_oldest, false) as late
+    from relay.outbox o where o.ctid = u.row_id and o.tenant_id = p_tenant limit 1) r;
   if v_late is not null then
     select array_agg(b.event_id), array_agg(b.key) filter (where b.key is not null) into parked, v_keys
     from relay.outbox_back(
@@ -189,7 +200,7 @@ begin
 
   for v_before in
     select c.n, f.event_id, f.state
-    from unnest(p_ids, p_keys, p_lates) with ordinality as c (event_id, key, late, n)
+    from unnest(v_ids, v_all, v_lates) with ordinality as c (event_id, key, late, n)
     cross join lateral (
       select o.event_id, o.state from relay.outbox o
       where o.tenant_id = p_tenant and o.key = c.key and o.parked_at is null order by o.seq, o.event_id limit 1) f
@@ -208,25 +219,25 @@ begin
   end if;
 
   for v_n in 1..cardinality(p_rows) loop
-    continue when p_lates[v_n];
+    continue when v_lates[v_n];
     if v_befores[v_n] is not null then
       if v_held ? v_befores[v_n]::text then
         v_hold := v_hold || p_rows[v_n];
       else
         whole := false;
       end if;
-    elsif p_suspects[v_n] then
+    elsif v_suspect[v_n] then
       if p_first and take = '{}' then
-        take := array[p_rows[v_n]]; size := p_sizes[v_n]; alone := true; whole := false;
+        take := array[p_rows[v_n]]; size := v_sizes[v_n]; alone := true; whole := false;
         exit;
       end if;
       whole := false;
-    elsif size + p_sizes[v_n] > p_bytes and not (p_first and take = '{}') then
+    elsif size + v_sizes[v_n] > p_bytes and not (p_first and take = '{}') then
       whole := false;
       exit;
     else
       take := take || p_rows[v_n];
-      size := size + p_sizes[v_n];
+      size := size + v_sizes[v_n];
     end if;
   end loop;
   if v_hold is not null then
@@ -279,11 +290,6 @@ declare
   v_oldest  timestamptz;
   v_got     bigint;
   v_rows    tid[];
-  v_ids     uuid[];
-  v_keys    text[];
-  v_sizes   bigint[];
-  v_suspect boolean[];
-  v_late    boolean[];
   v_size    bigint;
   v_special boolean;
   v_choice  record;
@@ -306,12 +312,9 @@ begin
       v_after := coalesce(p_after[v_i], '-infinity');
       v_now := clock_timestamp();
       v_oldest := v_now - p_horizon;
-      select count(*), array_agg(l.row_id), array_agg(l.event_id), array_agg(l.key), array_agg(l.size),
-             array_agg(l.suspect), array_agg(l.late), sum(l.size),
-             bool_or(l.key is not null or l.suspect or l.late)
-      into v_got, v_rows, v_ids, v_keys, v_sizes, v_suspect, v_late, v_size, v_special
-      from (select o.ctid as row_id, o.event_id, o.key, pg_column_size(o.payload)::bigint as size, o.suspect,
-                   coalesce(o.first_claimed_at < v_oldest, false) as late
+      select count(*), array_agg(l.row_id), sum(l.size), bool_or(l.special) into v_got, v_rows, v_size, v_special
+      from (select o.ctid as row_id, pg_column_size(o.payload)::bigint as size,
+                   o.key is not null or o.suspect or coalesce(o.first_claimed_at < v_oldest, false) as special
             from relay.outbox o
             where o.tenant_id = v_tenant and o.kind = v_kind and o.state = 'ready' and o.available_at > v_after
               and o.available_at <= v_now
@@ -319,7 +322,7 @@ begin
       v_more[v_i] := v_got = v_quota;
       if v_special or v_size > v_bytes then
         select c.* into v_choice
-        from relay.outbox_choose(v_tenant, v_now, v_rows, v_ids, v_keys, v_sizes, v_suspect, v_late, v_bytes, v_first) c;
+        from relay.outbox_choose(v_tenant, v_now, v_rows, v_oldest, v_bytes, v_first) c;
         v_rows := v_choice.take;
         v_size := v_choice.size;
         v_alone := v_choice.alone;
@@ -350,10 +353,12 @@ begin
     v_turn := v_turn + 1;
     exit when v_left = 0 or v_turn = 2 * v_groups or v_alone;
   end loop;
-  return query
-  select 'more', p_tenants[i], null::uuid, p_kinds[i], null, null, null::bigint, null::bigint, null::timestamptz,
-         null::timestamptz
-  from generate_series(1, v_groups) i where v_more[i] is not false;
+  for v_i in 1..v_groups loop
+    if v_more[v_i] is not false then
+      outcome := 'more'; tenant_id := p_tenants[v_i]; kind := p_kinds[v_i];
+      return next;
+    end if;
+  end loop;
 end $$;
 
 -- Guarantees: events of these tenants that p_claimed_by has claimed are ready again, nothing counted; returns how many. For a claim

@@ -8,17 +8,18 @@
 --   failed     p_errors[i] is its last_error, attempts + 1; ready again after p_delays[i], or parked at p_max_attempts
 --   park       the same, and parked whatever the attempts
 --   release    ready again, nothing counted; after p_delays[i], where there is one
---   Per input row: outcome 'applied', state = where it stands now (gone, ready, parked); or outcome 'stale', nothing was changed,
---   state = where it stands (gone: also where it never was, or is foreign). A valid one is never refused because it had to wait.
---   A row of outcome 'promoted', n null, names a tenant and kind of which another event of a key that ended can be claimed now.
---   Rows come grouped: the first p_counts[1] of them are of tenant p_tenants[1], and so on; n counts through.
+--   Each is named in one row of the answer, by its place in ns: outcome 'applied', state = where it stands now (gone, ready,
+--   parked); or outcome 'stale', nothing was changed, state = where it stands (gone: also where it never was, or is
+--   foreign). A valid one is never refused because it had to wait.
+--   A row of outcome 'promoted' names a tenant and kind of which another event of a key that ended can be claimed now.
+--   Events come grouped: the first p_counts[1] of them are of tenant p_tenants[1], and so on; places count through.
 -- Errors: S2001, S2002, S2003; S2020 array lengths, counts, a tenant twice, an unknown outcome; S2021 a delay that is negative or
 --   not finite.
 -- Locks: the events, FOR UPDATE, in the order of tenant, event id; waits for them.
 create or replace function relay.outbox_settle(
   p_claimed_by text, p_tenants text[], p_counts bigint[], p_event_ids uuid[], p_fences bigint[], p_outcomes text[],
   p_errors text[], p_delays interval[], p_max_attempts bigint)
-returns table (n bigint, outcome text, state text, tenant_id text, kind text)
+returns table (outcome text, state text, ns bigint[], tenant_id text, kind text)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
@@ -54,9 +55,11 @@ begin
   if not p_outcomes <@ '{delivered,failed,park,release}' or array_position(p_outcomes, null) is not null then
     raise exception 'an outcome is delivered, failed, park or release' using errcode = 'S2020';
   end if;
-  if exists (select 1 from unnest(p_delays) as u (delay)
-             where u.delay < interval '0' or u.delay > interval '10000 days') then
-    raise exception 'a delay must be finite and not negative' using errcode = 'S2021';
+  if p_delays is not null then
+    if exists (select 1 from unnest(p_delays) as u (delay)
+               where u.delay < interval '0' or u.delay > interval '10000 days') then
+      raise exception 'a delay must be finite and not negative' using errcode = 'S2021';
+    end if;
   end if;
   -- In the order of their names, for the locks.
   if cardinality(p_tenants) > 1 then
@@ -94,7 +97,7 @@ begin
 
     if v_done is not null then
       perform relay.outbox_drop(v_tenant, v_done_rows);
-      return query select u.n, 'applied', 'gone', null, null from unnest(v_done) as u (n);
+      return query select 'applied', 'gone', v_done, null, null;
     end if;
     if v_back is not null then
       -- The clock after the locks.
@@ -103,20 +106,23 @@ begin
       from relay.outbox_back(
         v_tenant, clock_timestamp(), v_back, v_back_rows, p_outcomes, p_errors, p_delays, p_max_attempts, false) b;
       v_keys := v_keys || v_more;
-      return query select u.n, 'applied', u.state, null, null from unnest(v_back, v_states) as u (n, state);
+      return query
+      select 'applied', u.state, array_agg(u.n), null, null from unnest(v_back, v_states) as u (n, state) group by u.state;
     end if;
     if v_keys is not null then
       return query
-      select null::bigint, 'promoted', 'ready', v_tenant, p.kind from relay.outbox_promote(v_tenant, v_keys) p;
+      select 'promoted', 'ready', null::bigint[], v_tenant, p.kind
+      from relay.outbox_promote(v_tenant, v_keys) p group by p.kind;
     end if;
 
     if cardinality(v_ns) is distinct from v_end - v_first + 1 then
       return query
-      select u.n, 'stale', coalesce(s.state, 'gone'), null, null
+      select 'stale', coalesce(s.state, 'gone'), array_agg(u.n), null, null
       from (select i from generate_series(v_first, v_end) i except select unnest(v_ns)) as u (n)
       left join lateral (
         select o.state from relay.outbox o
-        where o.tenant_id = v_tenant and o.event_id = p_event_ids[u.n] limit 1) s on true;
+        where o.tenant_id = v_tenant and o.event_id = p_event_ids[u.n] limit 1) s on true
+      group by 2;
     end if;
     v_before := relay.set_tenant(v_before);
   end loop;
