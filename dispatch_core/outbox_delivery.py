@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
@@ -63,6 +64,10 @@ class Delivery:
         self._next = iter(range(len(events)))
         self._workers = 1
         self._starting = False
+        self._clock = time.monotonic
+        # Which worker has been delivering since when; and whose sink was cancelled because it took too long.
+        self._since: dict[asyncio.Task[object], float] = {}
+        self._late: set[asyncio.Task[object]] = set()
         self.fatal: BaseException | None = None
         """SystemExit or KeyboardInterrupt, raised by a sink: for the caller to raise once the batch is settled."""
 
@@ -73,8 +78,29 @@ class Delivery:
 
     async def run(self) -> None:
         """Deliver what can be begun in time; return when no sink runs any more."""
-        async with anyio.create_task_group() as group:
-            await self._work(group)
+        loop = asyncio.get_running_loop()
+        self._clock = loop.time
+        # One timer for all: one each, most of them cancelled unused, costs as much as all the rest of a delivery.
+        self._timer = loop.call_later(self._timeout, self._watch, loop)
+        try:
+            async with anyio.create_task_group() as group:
+                await self._work(group)
+        finally:
+            self._timer.cancel()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel the sinks that have taken too long, and come again when the next one will have."""
+        now = loop.time()
+        following = now + self._timeout
+        for task, since in self._since.items():
+            if task in self._late:
+                continue
+            if since + self._timeout <= now:
+                self._late.add(task)
+                task.cancel()
+            else:
+                following = min(following, since + self._timeout)
+        self._timer = loop.call_at(following, self._watch, loop)
 
     async def _join(self, group: TaskGroup) -> None:
         self._starting = False
@@ -87,7 +113,8 @@ class Delivery:
         last = len(self.events) - 1
         # One iterator for all workers: each event is taken by one of them.
         for place in self._next:
-            if self.fatal is not None or anyio.current_time() >= self._begin_until:
+            now = self._clock()
+            if self.fatal is not None or now >= self._begin_until:
                 return
             if not self._starting and self._workers < self._concurrency and place < last:
                 # Started now, it runs as soon as the sink below waits for something; most batches of quick sinks need
@@ -95,6 +122,7 @@ class Delivery:
                 self._starting = True
                 self._workers += 1
                 group.start_soon(self._join, group)
+            self._since[task] = now
             try:
                 verdict = await self._deliver(self.events[place], task, cancelled_before)
             except (SystemExit, KeyboardInterrupt) as error:
@@ -102,10 +130,16 @@ class Delivery:
                 self.fatal = error
                 group.cancel_scope.cancel()
                 return
+            finally:
+                del self._since[task]
             self._verdicts[place] = verdict
 
+    @property
+    def _too_late(self) -> str:
+        return f"S2R-SINK-TIMEOUT: its sink did not answer within {self._timeout:g} s"
+
     async def _deliver(self, claimed: ClaimedEvent, task: asyncio.Task[object], cancelled_before: int) -> Verdict:
-        timeout: asyncio.Timeout | None = None
+        late = False
         try:
             event = OutboxEvent(
                 claimed.event_id,
@@ -116,10 +150,14 @@ class Delivery:
                 claimed.created_at,
                 claimed.attempts,
             )
-            sink = self._sink_of(claimed.kind)
-            # Not anyio's, which costs as much as all the rest of a delivery.
-            async with asyncio.timeout(self._timeout) as timeout:
-                await sink(event)
+            try:
+                await self._sink_of(claimed.kind)(event)
+            finally:
+                late = task in self._late
+                if late:
+                    # It was cancelled by `_watch`, and no longer is; whatever it made of that counts, as it ended.
+                    self._late.discard(task)
+                    task.uncancel()
             return _DELIVERED
         except OutboxPark as park:
             reason = codec.sanitize(park, _MAX_REASON_BYTES)
@@ -130,12 +168,10 @@ class Delivery:
         except anyio.get_cancelled_exc_class():
             if task.cancelling() > cancelled_before or anyio.current_effective_deadline() == -math.inf:
                 raise  # the drain itself is cancelled
-            reason = "S2R-SINK-CANCELLED: its sink raised CancelledError by itself"
+            reason = self._too_late if late else "S2R-SINK-CANCELLED: its sink raised CancelledError by itself"
         except BaseException as error:  # noqa: BLE001  whatever a sink raises, it hurts its own event alone
-            if timeout is not None and timeout.expired():
-                reason = f"S2R-SINK-TIMEOUT: its sink did not answer within {self._timeout:g} s"
-            else:
-                reason = codec.sanitize(f"{type(error).__name__}: {codec.sanitize(error)}", _MAX_REASON_BYTES)
+            text = f"{type(error).__name__}: {codec.sanitize(error)}"
+            reason = self._too_late if late else codec.sanitize(text, _MAX_REASON_BYTES)
         # The attempt that has just failed is not among the event's.
         pause = full_jitter(claimed.attempts + 1, self._backoff_base, self._backoff_cap)
         logger.info("event %s of kind %s was not delivered: %s", claimed.event_id, claimed.kind, reason)

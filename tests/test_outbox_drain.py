@@ -44,8 +44,14 @@ async def test_each_event_has_its_own_outcome_and_the_report_counts_them(
     async def hang(_: OutboxEvent) -> None:
         await anyio.sleep_forever()
 
+    async def finish_late(_: OutboxEvent) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass  # what it answers in spite of its cancellation counts
+
     answers = {
-        "fails": ValueError("no \0 such thing"), "parks": OutboxPark("no route"), "hangs": hang,
+        "fails": ValueError("no \0 such thing"), "parks": OutboxPark("no route"), "hangs": hang, "late": finish_late,
         "cancels": asyncio.CancelledError(), "groups": ExceptionGroup("many", [ValueError("x")]),
         "unprintable": UnprintableError(), "generator": GeneratorExit(),
     }  # fmt: skip
@@ -53,7 +59,7 @@ async def test_each_event_has_its_own_outcome_and_the_report_counts_them(
     sink = Recorder(answers)
     async with outbox(database, sink, sink_timeout_seconds=0.05) as drainer:
         report = await drainer.drain()
-        assert report == DrainReport(claimed=9, delivered=2, failed=6, parked=1)
+        assert report == DrainReport(claimed=10, delivered=3, failed=6, parked=1)
         pause = drainer.next_due_in()
         assert (await drainer.drain()).claimed == 0
         assert pause is None
