@@ -67,7 +67,8 @@ class Groups:
         self._later_at = None if work.later is None else now + work.later.total_seconds()
         self._search_at = now + max(_SEARCH_SECONDS, seconds * _PAUSE)
         if looked:
-            self.look_behind = dict(work.look)
+            # Not in place of all: a search that ended early has not come to every tenant.
+            self.look_behind = {tenant: key for tenant, key in (self.look_behind | work.look).items() if key}
             self._look_at = now + _SEARCH_SECONDS
 
     def later_in(self, now: float) -> float | None:

@@ -127,7 +127,7 @@ class DueWork:
     parked: int
     promoted: int
     look: dict[str, str]
-    """Tenant -> the key behind which the search for lost turns goes on."""
+    """Tenant -> the key behind which the search for lost turns goes on; '' where it begins anew."""
     start: str | None
     """The tenant behind which the next search for groups begins; None: all were looked at."""
 

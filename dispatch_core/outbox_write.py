@@ -16,7 +16,7 @@ from uuid import UUID
 
 from dispatch_core import codec
 from dispatch_core.database import mapped_errors
-from dispatch_core.errors import InvalidInputError, TenancyUnboundError, TransactionRequiredError
+from dispatch_core.errors import DatabaseError, InvalidInputError, TenancyUnboundError, TransactionRequiredError
 from dispatch_core.ids import new_id
 from dispatch_core.outbox_models import OutboxMessage
 from dispatch_core.requests import duration
@@ -28,6 +28,7 @@ MAX_PAYLOAD_BYTES: Final = 1024 * 1024
 _MAX_DELAY_SECONDS: Final = 10_000 * 86400.0
 _STATEMENT_BYTES: Final = 4 * 1024 * 1024
 
+_READ_ONLY: Final = "25006"
 _NULL: Final = "null"
 _ENQUEUE: Final = "select relay.outbox_enqueue("
 _ENQUEUE_MANY: Final = "select relay.outbox_enqueue_many("
@@ -88,8 +89,13 @@ async def write_events(
 
 async def _send(conn: WritingConnection, statement: str) -> None:
     _require_transaction(conn)
-    with mapped_errors():
-        await conn.execute(statement)
+    try:
+        with mapped_errors():
+            await conn.execute(statement)
+    except DatabaseError as error:
+        if error.sqlstate == _READ_ONLY:  # elsewhere the sign of a primary that is none any more
+            raise TransactionRequiredError("an event cannot be written in a transaction that is read only") from error
+        raise
 
 
 def _require_transaction(conn: WritingConnection) -> None:

@@ -101,6 +101,12 @@ async def test_outside_a_transaction_nothing_is_sent(gateway: Connection, admin:
     assert [text.split("(")[0] for text in sent] == ["begin", "select relay.outbox_enqueue", "commit"]
 
 
+async def test_a_transaction_that_is_read_only_is_none_to_write_in(gateway: Connection) -> None:
+    with pytest.raises(TransactionRequiredError, match="read only"):
+        async with gateway.transaction(readonly=True):
+            await Outbox.enqueue(gateway, KIND, 1, tenant=TENANT)
+
+
 # --- somebody else's connection -----------------------------------------------------------------
 
 

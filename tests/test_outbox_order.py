@@ -9,7 +9,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from dispatch_core.outbox_models import Verdict
+from dispatch_core.outbox_groups import Groups
+from dispatch_core.outbox_models import DueWork, Verdict
 from dispatch_core.outbox_repository import OutboxRepository
 from tests.support.activity import pid_of, wait_until_blocked
 from tests.support.databases import TestDatabase
@@ -127,7 +128,25 @@ async def test_the_search_for_lost_turns_goes_on_from_key_to_key(gateway: Connec
         promoted.append(work.promoted)
         behind = work.look
     assert promoted == [3, 3, 1]
-    assert behind == {}
+    assert behind == {TENANT: ""}
+    work = await verbs.due(look=100)
+    assert (work.promoted, work.look) == (0, {})
+
+
+async def test_the_search_for_lost_turns_gives_each_tenant_its_share(gateway: Connection, admin: Connection) -> None:
+    for tenant, count in (("a", 9), ("b", 2)):
+        for number in range(count):
+            await write(gateway, f"first {number}", f"second {number}", key=f"k{number}", tenant=tenant)
+    await admin.execute(f"delete from {OUTBOX} where state = 'ready'")
+    work = await OutboxRepository(gateway).due(look=6)
+    assert work.look == {"a": "k2"}
+    assert sorted((await states(admin, "b")).values()) == ["ready", "ready"]
+    groups = Groups()
+    groups.found(work, looked=True, seconds=0, now=0)
+    groups.found(DueWork([], None, 0, 0, 0, {"b": "k9"}, "a"), looked=True, seconds=0, now=0)
+    assert groups.look_behind == {"a": "k2", "b": "k9"}
+    groups.found(DueWork([], None, 0, 0, 0, {"a": ""}, None), looked=True, seconds=0, now=0)
+    assert groups.look_behind == {"b": "k9"}
 
 
 async def test_a_claim_leaves_a_follower_alone_whose_leader_is_being_settled_at_this_moment(

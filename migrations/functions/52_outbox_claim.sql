@@ -15,9 +15,10 @@
 --              last_error of its own, and makes the event suspect, to be claimed alone
 --   parked     `amount` of those had used p_max_attempts
 --   promoted   `amount` events whose turn was lost (see 50_outbox_rows.sql) can be claimed now
---   look       the search for such goes on behind that key: give it back as p_look_keys[i] for p_look_tenants[i]
+--   look       the search for such goes on behind that key: give it back as p_look_keys[i] for p_look_tenants[i]; '' = it is
+--              over, and begins anew
 --   start      p_limit groups were reached: go on behind that tenant (p_start)
---   p_look is how many keys to look at for lost turns, in all; 0 for not at all.
+--   p_look is how many keys to look at for lost turns, an equal share for each tenant; 0 for not at all.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: FOR UPDATE SKIP LOCKED. It never waits.
 create or replace function relay.outbox_due(
@@ -39,7 +40,7 @@ declare
   v_now    timestamptz;
   v_until  timestamptz;
   v_left   bigint := p_limit;
-  v_look   bigint := p_look;
+  v_look   bigint;
   v_from   text;
   v_keys   text[];
   v_rows   tid[];
@@ -60,6 +61,7 @@ begin
   select array_agg(u.name order by coalesce(u.name collate "C" <= p_start, false), u.name collate "C") into v_names
   from unnest(v_names) as u (name);
 
+  v_look := case when p_look > 0 then greatest(1, p_look / greatest(1, cardinality(v_names))) else 0 end;
   foreach v_name in array coalesce(v_names, '{}') loop
     if v_left <= 0 then
       outcome := 'start'; tenant_id := v_last; kind := null; key := null; wait := null; amount := null;
@@ -108,11 +110,11 @@ begin
         select 'promoted', v_tenant, p.kind, null, null::interval, count(*)
         from relay.outbox_promote(v_tenant, v_keys) p group by p.kind;
       end if;
-      if v_got = v_look then
-        outcome := 'look'; tenant_id := v_tenant; kind := null; key := v_keys[v_got]; wait := null; amount := null;
+      if v_got = v_look or v_from <> '' then
+        outcome := 'look'; tenant_id := v_tenant; kind := null; wait := null; amount := null;
+        key := case when v_got = v_look then v_keys[v_got] else '' end;
         return next;
       end if;
-      v_look := v_look - v_got;
     end if;
 
     if p_kinds is null then
