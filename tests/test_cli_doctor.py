@@ -12,6 +12,7 @@ import pytest
 
 from dispatch_core.cli.checks import examine, server
 from dispatch_core.cli.checks.finding import Finding
+from dispatch_core.migrate import grant, migrate
 from tests.support.cli import Ended, run_cli, spawn_cli
 from tests.support.databases import TestDatabase
 from tests.support.pooler import FakePooler
@@ -57,6 +58,18 @@ async def test_doctor_finds_nothing_wrong_with_a_plain_login(database: TestDatab
     assert of(findings, "rights").found.startswith(f"{kind} for every tenant")
     assert 0 < float(str(of(findings, "listen").values["round_trip_ms"])) < 1000
     assert abs(float(str(of(findings, "clock").values["skew_ms"]))) < 1000
+
+
+@pytest.mark.parametrize("room", ["dispatch", "outbox"])
+async def test_doctor_asks_for_no_more_than_the_rooms_that_are_installed(
+    bare_database: TestDatabase, room: str
+) -> None:
+    await migrate(bare_database.admin_dsn, only=[room])
+    await grant(bare_database.admin_dsn, "relay_gateway_login", role="gateway", tenant="acme")
+    findings = await examine(bare_database.gateway_dsn)
+    assert set(verdicts(findings).values()) == {"pass"}
+    assert of(findings, "schema").values["rooms"] == [room]
+    assert f"rooms: {room} (not installed: " in of(findings, "schema").found
 
 
 async def test_doctor_finds_a_login_that_row_security_does_not_bind(database: TestDatabase) -> None:
