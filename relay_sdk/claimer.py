@@ -105,7 +105,7 @@ class Claimer:
         self._idle = True
         self._stopping = False
         # The claims under way, and the slots that they may fill.
-        self._under_way: set[anyio.CancelScope] = set()
+        self._under_way: dict[anyio.CancelScope, list[str]] = {}
         self._reserved = 0
         self._many = max(1, min(settings.claim_batch, slots.capacity) // _MANY)
         # How many jobs bring their bodies along in one claim, if these are as large as those of the last one.
@@ -243,7 +243,7 @@ class Claimer:
 
     async def _claim(self, now: float, *, beside: bool = False) -> None:
         limit = min(self._slots.free - self._reserved, self._fit)
-        reason, tenants = self._take_rung(limit, only_full=beside)
+        reason, tenants = self._take_rung(limit)
         if not tenants:
             return
         positions = [self._cursors[tenant].position(now) for tenant in tenants]
@@ -251,7 +251,7 @@ class Claimer:
         claimed: ClaimedJobs | None = None
         may_have_taken = False
         scope = anyio.CancelScope()
-        self._under_way.add(scope)
+        self._under_way[scope] = tenants
         self._reserved += limit
         if not beside and self._may_claim_beside(now):
             self._second_wakeup.set()
@@ -283,7 +283,7 @@ class Claimer:
             may_have_taken = False
             self._denied_for(tenants, error)
         finally:
-            self._under_way.discard(scope)
+            del self._under_way[scope]
             self._reserved -= limit
             # Also when this task is cancelled in the middle of it.
             if claimed is None:
@@ -298,10 +298,13 @@ class Claimer:
             self._note(claimed, tenants, positions, limit, now, reason)
             self._deliver(claimed, now)
 
-    def _take_rung(self, limit: int, *, only_full: bool) -> tuple[Reason, list[str]]:
+    def _take_rung(self, limit: int) -> tuple[Reason, list[str]]:
         for tenant in self._denied:
             self._rung.pop(tenant, None)
-        tenants = [tenant for tenant in self._rung if tenant in self._full] if only_full else list(self._rung)
+        # Beside another claim, those with a backlog; and whoever was rung that the other claim does not ask for. With a
+        # backlog in hand there is always one under way, and a lone job must not wait for its end.
+        asked = {tenant for tenants in self._under_way.values() for tenant in tenants}
+        tenants = [tenant for tenant in self._rung if tenant in self._full or tenant not in asked]
         if self._one_by_one:
             del tenants[1:]
         elif "more" in self._rung.values():

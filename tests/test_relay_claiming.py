@@ -157,6 +157,34 @@ async def test_two_claims_are_under_way_only_for_a_backlog_and_never_for_the_sam
     assert max(slots for _, _, slots in seen) <= 40
 
 
+async def test_a_tenant_rung_beside_a_backlog_is_in_one_of_the_next_two_claims(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a backlog in hand there is always a claim under way, and a lone job must not wait until there is none."""
+    claim = RelayDispatchRepository.claim
+    relay = new_relay(database, tenants=["big", "lone"], concurrency=80, claim_batch=20, **NEVER)
+    relay.fallback(_nothing)
+    asked: list[list[Any]] = []
+    rung_at: list[int] = []
+
+    async def spy(self: Any, *args: Any, **options: Any) -> Any:
+        asked.append(list(options["tenants"]))
+        if len(asked) in (6, 12, 18):
+            assert relay._session is not None
+            relay._session._claimer.ring("lone")
+            rung_at.append(len(asked))
+        return await claim(self, *args, **options)
+
+    jobs = Jobs(gateway, "big")
+    ids = await jobs.enqueue_many(800)
+    monkeypatch.setattr(RelayDispatchRepository, "claim", spy)
+    async with running(relay):
+        await jobs.ends(ids)
+    assert len(rung_at) == 3
+    for sent in rung_at:
+        assert any("lone" in tenants for tenants in asked[sent : sent + 2])
+
+
 async def test_a_burst_that_fills_all_slots_is_followed_by_one_claim_where_claims_from_zero_are_cheap(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
