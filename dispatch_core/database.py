@@ -334,6 +334,9 @@ class Lent:
         self._kept: _Kept | None = None
 
     async def __aenter__(self) -> Connection:
+        if self._within is not None and self._within <= 0:
+            # Not lent for a statement that has no time left: when that fails, the whole pool is taken for broken.
+            raise DatabaseUnavailableError("no time was left to ask for a connection; nothing was sent")
         kept = self._database._take()
         if kept is None:
             kept = await self._database._get(self._within)
@@ -514,7 +517,7 @@ class Database:
             kept = self._idle.pop()
             if _is_open(kept.conn):
                 return kept
-            self._give_up_place()  # the driver has taken it back by itself
+            self._cut(kept)  # mostly the driver has taken it back by itself
         return None
 
     async def _get(self, within: float | None) -> _Kept:
@@ -531,8 +534,10 @@ class Database:
                     return kept
             else:
                 self._places += 1
+            # From before: what retires connections meanwhile means this one too.
+            generation = self._generation
             try:
-                return _Kept(pool, await pool.acquire(), self._generation)
+                return _Kept(pool, await pool.acquire(), generation)
             except BaseException:
                 self._give_up_place()
                 raise
@@ -586,17 +591,23 @@ class Database:
         try:
             # Shielded, or a cancelled block would leave its statement running. The timeout bounds the wait for
             # asyncpg's cancel request; after it, asyncpg cuts the connection.
-            with anyio.CancelScope(shield=True), contextlib.suppress(asyncpg.InterfaceError, OSError):
+            # A rollback that fails is no error of the block's: the driver has cut the connection then.
+            with (
+                anyio.CancelScope(shield=True),
+                contextlib.suppress(asyncpg.InterfaceError, asyncpg.PostgresError, OSError),
+            ):
                 await pool.release(kept.conn, timeout=_PUT_AWAY_SECONDS)
         finally:
             self._give_up_place()
 
     async def _retire(self, broken: _Kept) -> None:
         """Cut a connection that may be broken, and see to it that none of its age is used again."""
-        self._generation += 1
         with contextlib.suppress(asyncpg.InterfaceError):
             # asyncpg takes a connection back by itself when it sees it close.
             broken.conn.terminate()
+        if broken.generation != self._generation:
+            return  # retired already; those that were opened since have nothing to do with it
+        self._generation += 1
         while self._idle:
             self._cut(self._idle.pop())
         if self._pool is not None:

@@ -160,7 +160,8 @@ class Preparer:
             headers = _checked(request).headers
             if headers is not given:
                 encoded = codec.encode_headers(headers)
-                given = headers if headers.__class__ is dict else None
+                # Never None: that is a request without headers, and not one that is like the last one.
+                given = headers if headers.__class__ is dict else _NO_DEFAULT
             rows.append(self._row(request, encoded))
         return rows
 

@@ -149,13 +149,13 @@ class DirectStatements:
             except RelayDispatchError as raised:  # as itself, and not in a group
                 error = raised
 
-        invalid: RelayDispatchError | None = None
+        invalid: Exception | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(send)
             if number + 1 == len(load.chunks) and not load.is_whole:
                 try:
                     await load.prepare_chunk()
-                except RelayDispatchError as raised:
+                except Exception as raised:  # noqa: BLE001  (also what a map of the caller's raises: as itself)
                     invalid = raised
         if error is not None or invalid is not None:
             raise error or invalid  # type: ignore[misc]

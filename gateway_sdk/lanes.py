@@ -150,6 +150,7 @@ class Lanes:
         # (Fast: without a turn of the event loop where one is free.)
         self._polls = anyio.Semaphore(max(1, database.max_size // 2), fast_acquire=True)
         self._ring_inside = RingInside()
+        self._enqueues = 0
         self._wakes = Wakes(doorbell)
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
         self.poll = TenantLanes[UUID, Polled](start_soon, self._make_poll)
@@ -174,8 +175,13 @@ class Lanes:
 
     def _make_enqueue(self, tenant: str) -> Batcher[EnqueueItem, bool]:
         async def flush(items: list[EnqueueItem]) -> Sequence[bool | Exception]:
-            is_alone = lane.in_flight == 1 and not lane.pending
-            return await self._send_enqueue(tenant, items, is_alone)
+            # Of the whole process: a ring inside makes every other one wait, whatever tenant it is of.
+            is_alone = lane.in_flight == 1 and not lane.pending and not self._enqueues
+            self._enqueues += 1
+            try:
+                return await self._send_enqueue(tenant, items, is_alone)
+            finally:
+                self._enqueues -= 1
 
         lane = Batcher(
             flush,

@@ -8,6 +8,7 @@ every error that leaves open what became of a job carries its id.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import deque
@@ -20,7 +21,7 @@ import anyio
 
 from dispatch_core import codec
 from dispatch_core.codec import UNSET, Headers
-from dispatch_core.database import Connection
+from dispatch_core.database import Connection, mapped_errors
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
 from dispatch_core.errors import (
     DatabaseError,
@@ -120,7 +121,8 @@ class TenantClient:
         Transaction: its own; or joins that of `conn`. Raises: as `enqueue`.
         """
         # A generator is read first: no transaction is open while foreign code runs.
-        given = requests if isinstance(requests, (list, tuple)) else list(requests)
+        # And a list is copied: the caller's own may change while the first ones are sent.
+        given = list(requests)
         if not given:
             return []
         load = Load(self._runtime.preparer, given, self._runtime.settings.enqueue_batch_bytes)
@@ -128,8 +130,12 @@ class TenantClient:
             while not load.is_whole:
                 await load.prepare_chunk()
             repository = RelayDispatchRepository(conn, self._tenant)
-            for chunk in load.chunks:
-                await repository.enqueue_rows(chunk, notify=notify)
+            # Several statements are one transaction also where the caller has begun none.
+            own = len(load.chunks) > 1 and not conn.is_in_transaction()
+            with mapped_errors():
+                async with conn.transaction() if own else contextlib.nullcontext():
+                    for chunk in load.chunks:
+                        await repository.enqueue_rows(chunk, notify=notify)
             return [row.job_id for row in load.rows]
         with self._runtime.under_way():
             statements = await self._runtime.direct.enqueue_many(self._tenant, load, self._give_up_at())

@@ -208,6 +208,7 @@ class ResultWaiter:
         if answer is None:
             # It has ended, so its deadline is no matter any more, and what it waits for are the results before it.
             job.at_deadline = False
+            job.deadline = None
             self._set_timer(job, None)
             self._poll(job)
             return

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Any
 
 import asyncpg
 import pytest
 
 from dispatch_core.dispatch import RelayDispatchRepository, prepare
-from dispatch_core.errors import InvalidInputError
+from dispatch_core.errors import DatabaseUnavailableError, InvalidDeadlineError, InvalidInputError
 from dispatch_core.ids import new_id
 from dispatch_core.requests import columns
 from gateway_sdk import DispatchRequest, GatewayClient
@@ -204,3 +205,68 @@ async def test_one_value_stands_for_all_jobs_and_null_for_the_default(gateway: C
         *((operation, "{}", b"", 1, 1, "ready", day, day, None) for operation in "abc"),
         ("x", '{"h": "v"}', b"", 7, 7, "delayed", day, day, day / 2),
     ]
+
+
+async def test_a_request_without_headers_is_stored_without_those_of_the_one_before_it(
+    database: TestDatabase, admin: Connection
+) -> None:
+    async with open_client(database.gateway_dsn) as client:
+        await client.tenant("acme").enqueue_many(
+            [
+                DispatchRequest("erp", "A", headers=MappingProxyType({"authorization": "secret"})),
+                DispatchRequest("erp", "B"),
+                DispatchRequest("erp", "C", headers={"x": "1"}),
+                DispatchRequest("erp", "D"),
+            ]
+        )
+    rows = await admin.fetch(
+        "select operation, request_headers::text as headers from relay.s2r_relay_dispatch_request order by 1"
+    )
+    assert [tuple(row) for row in rows] == [
+        ("A", '{"authorization": "secret"}'),
+        ("B", "{}"),
+        ("C", '{"x": "1"}'),
+        ("D", "{}"),
+    ]
+
+
+async def test_enqueue_many_on_a_connection_without_a_transaction_stores_all_or_none(
+    database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    requests = [DispatchRequest("erp", "Op") for _ in range(1100)]
+    late = DispatchRequest("erp", "Op", expires_at=datetime(2001, 1, 1, tzinfo=UTC))
+    async with open_client(database.gateway_dsn) as client:
+        with pytest.raises(InvalidDeadlineError):
+            await client.tenant("acme").enqueue_many([*requests, late], conn=gateway)
+        assert await admin.fetchval("select count(*) from relay.s2r_relay_dispatch_request") == 0
+        assert len(await client.tenant("acme").enqueue_many(requests, conn=gateway)) == 1100
+    assert await admin.fetchval("select count(*) from relay.s2r_relay_dispatch_request") == 1100
+    assert not gateway.is_in_transaction()
+
+
+async def test_a_list_that_changes_while_it_is_enqueued_is_taken_as_it_was(database: TestDatabase) -> None:
+    async with open_client(database.gateway_dsn) as client:
+        requests = [DispatchRequest("erp", "Op") for _ in range(2100)]
+        task = asyncio.ensure_future(client.tenant("acme").enqueue_many(requests))
+        await asyncio.sleep(0)
+        requests.clear()
+        assert len(set(await task)) == 2100
+
+
+async def test_enqueues_of_several_tenants_at_once_are_not_alone(database: TestDatabase) -> None:
+    async with open_client(database.gateway_dsn, sweep_interval_seconds=0) as client:
+        decided = decide(client, inside=True)
+        await asyncio.gather(*(client.tenant(f"t{n}").enqueue("erp", "Op") for n in range(8)))
+    assert len(decided.told) <= 1
+
+
+async def test_a_call_without_time_left_gets_no_connection_and_costs_the_others_none(database: TestDatabase) -> None:
+    async with open_client(database.gateway_dsn) as client:
+        await client.tenant("acme").poll_status(new_id())
+        assert client._runtime is not None
+        connections = client._runtime.database
+        generation = connections._generation
+        with pytest.raises(DatabaseUnavailableError, match="nothing was sent"):
+            async with connections.connection(0):
+                raise AssertionError
+        assert connections._generation == generation

@@ -15,6 +15,7 @@ from uuid import UUID
 import asyncpg
 
 from benchmarks.bare import statements
+from benchmarks.loops import as_relay_run
 from benchmarks.sandbox import HEADERS, OPERATION, RELAY, TENANT, TTL, Connection, Sandbox
 from dispatch_core.ids import new_id
 
@@ -98,8 +99,9 @@ async def bare_batch_worker(ready: Callable[[], None], stop: asyncio.Event, *, d
     await listening.add_listener(statements.JOB_CHANNEL, on_ring)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(serve(number, each)) for number, each in enumerate(connections)]
-        ready()
-        await stop.wait()
+        with as_relay_run():
+            ready()
+            await stop.wait()
         for task in tasks:
             task.cancel()
     for connection in (listening, *connections):
@@ -116,7 +118,8 @@ async def drain_and_tell(connections: list[Connection]) -> list[UUID]:
             every += [job["job_id"] for job in jobs]
         return every
 
-    found = await asyncio.gather(*(loop(number, each) for number, each in enumerate(connections)))
+    with as_relay_run():
+        found = await asyncio.gather(*(loop(number, each) for number, each in enumerate(connections)))
     return [job_id for ids in found for job_id in ids]
 
 

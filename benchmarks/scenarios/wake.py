@@ -1,7 +1,8 @@
 """How soon an idle relay starts: one job every 50 ms, from the start of the enqueue call to the start of the handler.
 
-The relay is another process. Ours: `GatewayClient.enqueue` and `Relay`, so the ring comes after the commit, from a
-connection of its own. The bare side: INSERT and NOTIFY in one transaction, LISTEN, one claim.
+The relay is another process. Ours: `GatewayClient.enqueue` and `Relay`; a lone enqueue rings in its own statement where
+commits are cheap, else after it, from a connection of its own. The bare side: INSERT and NOTIFY in one transaction,
+LISTEN, one claim.
 """
 
 from __future__ import annotations
