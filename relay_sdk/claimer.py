@@ -110,8 +110,9 @@ class Claimer:
         self._many = max(1, min(settings.claim_batch, slots.capacity) // _MANY)
         # How many jobs bring their bodies along in one claim, if these are as large as those of the last one.
         self._fit = settings.claim_batch
-        # Tenants with a backlog: they stay rung while a claim for them is under way.
-        self._full: set[str] = set()
+        # Tenants with a backlog: they stay rung while a claim for them is under way. And when the last claim was sent
+        # whose answer said so: a short answer to an earlier one is older news.
+        self._full: dict[str, float] = {}
         self._second_wakeup = anyio.Event()
         self.last_error: Exception | None = None
         """Why the last claim failed; None after one that did not."""
@@ -127,7 +128,9 @@ class Claimer:
     def ring_all(self, reason: Reason = "poll") -> None:
         """Note that there may be work for every tenant, and claim without waiting for any backoff."""
         for tenant in self._cursors:
-            self._rung.setdefault(tenant, reason)
+            # Also where it is rung: "more" may be there because a claim is under way, whose answer takes it away.
+            if self._rung.get(tenant, "more") == "more":
+                self._rung[tenant] = reason
         self._not_before = 0.0
         self._wakeup.set()
 
@@ -212,7 +215,7 @@ class Claimer:
 
     def _may_claim_beside(self, now: float) -> bool:
         troubled = self._unanswered or self._one_by_one or self.last_error is not None or now < self._not_before
-        return not troubled and not self._full.isdisjoint(self._rung) and self._has_room()
+        return not troubled and not self._full.keys().isdisjoint(self._rung) and self._has_room()
 
     def _has_room(self) -> bool:
         return self._slots.free - self._reserved >= (min(self._many, self._fit) if self._under_way else 1)
@@ -350,16 +353,17 @@ class Claimer:
         seconds = (now - sent_at) / len(tenants)
         more, unseen = _what_is_left(claimed, tenants, limit)
         for tenant, position in zip(tenants, positions, strict=True):
-            if tenant in unseen:
-                continue
             cursor = self._cursors[tenant]
+            if tenant in unseen:
+                cursor.unanswered(position)  # what it owes from zero it still does
+                continue
             full = tenant in more
             cursor.answered(position, claimed.cursors.get(tenant), full, seconds, now)
             if full:
-                self._full.add(tenant)
+                self._full[tenant] = max(sent_at, self._full.get(tenant, 0.0))
                 continue
-            if tenant in self._full:
-                self._full.discard(tenant)
+            if self._full.get(tenant, math.inf) <= sent_at:
+                del self._full[tenant]
                 if self._rung.get(tenant) == "more":
                     del self._rung[tenant]
             if cursor.owed:

@@ -270,3 +270,10 @@ async def test_a_call_without_time_left_gets_no_connection_and_costs_the_others_
             async with connections.connection(0):
                 raise AssertionError
         assert connections._generation == generation
+
+
+async def test_an_enqueue_of_nothing_stores_nothing(gateway: Connection, admin: Connection) -> None:
+    sql = "select relay.enqueue('acme', '{}', $1::text[], $1::text[], null, null, null, '{1 min}', null, null)"
+    for names in ([], ["erp"]):
+        assert await gateway.fetchval(sql, names) == []
+    assert await admin.fetchval("select count(*) from relay.s2r_relay_dispatch_request") == 0

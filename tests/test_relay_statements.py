@@ -112,9 +112,11 @@ async def test_a_lone_completion_rings_in_its_own_statement_where_that_is_cheap(
         await gateway.execute("select pg_notify(relay.channel('wake', 'acme', 'erp'), '')")
         await eventually(lambda: heard == [job_id.hex])
         await eventually(lambda: relay.metrics.jobs_succeeded == 1)
+        # Before the end of the run, which sends a ring whose answer it has cut off once more.
+        sent = list(statements)
     assert took == [allowed]
-    assert [name for name, _ in statements] == ["claim", "complete"] + ([] if allowed else ["ring"])
-    assert statements[1][1][-1] is allowed
+    assert [name for name, _ in sent] == ["claim", "complete"] + ([] if allowed else ["ring"])
+    assert sent[1][1][-1] is allowed
 
 
 async def test_completions_that_are_not_alone_do_not_ring_inside(

@@ -56,6 +56,10 @@ begin
     raise exception 'an array of enqueue must hold a value per job, or one for all; only relays and operations cannot be null'
       using errcode = 'S2020';
   end if;
+  if v_count = 0 then
+    perform relay.unbind_tenant(v_before);
+    return v_known;
+  end if;
   if v_count = 1 then
     -- As below, as plain expressions: a statement would cost more than all of them.
     v_wrong := coalesce(v_ttl <= interval '0' or v_ttl > interval '10000 days', v_expires is null)

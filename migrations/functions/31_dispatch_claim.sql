@@ -142,7 +142,8 @@ begin
           returning q.job_id, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at)
         select 'claimed', v_tenant, t.job_id, r.operation, r.headers,
                case when r.bytes <= p_body_limit
-                     and sum(r.bytes) over (order by t.seq, t.job_id rows unbounded preceding) <= p_batch_limit
+                     and sum(r.bytes) filter (where r.bytes <= p_body_limit)
+                           over (order by t.seq, t.job_id rows unbounded preceding) <= p_batch_limit
                     then r.body end,
                r.bytes, t.attempt, t.max_attempts, t.fence, t.seq, t.created_at, t.expires_at, t.expires_at - v_now
         from taken t
@@ -202,7 +203,8 @@ begin
     return query
     select 'claimed', v_tenant, q.job_id, r.operation, r.headers,
            case when r.bytes <= p_body_limit
-                 and sum(r.bytes) over (order by q.seq, q.job_id rows unbounded preceding) <= p_batch_limit then r.body end,
+                 and sum(r.bytes) filter (where r.bytes <= p_body_limit)
+                       over (order by q.seq, q.job_id rows unbounded preceding) <= p_batch_limit then r.body end,
            r.bytes, q.attempt, q.max_attempts, q.fence, q.seq, q.created_at, q.expires_at, q.expires_at - v_now
     from (
       -- The order is there for the index that gives it, which reads no row that is not claimed.
