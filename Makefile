@@ -27,7 +27,7 @@ demo: $(VENV)/.demo ## gateway and relays on a PostgreSQL of their own, with rea
 	@$(BIN)/relay-dispatch demo $(ARGS)
 
 test: $(VENV)/.dev ## run the tests (make test ARGS='-k fence')
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types, layers, settings table
 	$(BIN)/ruff format --check .

@@ -9,7 +9,7 @@ durable_server    a second server with durable settings, for tests that stop, cr
 durable_database  a migrated database there
 
 `make test` runs several processes (pytest-xdist), and each has servers of its own: nothing is shared but the machine.
-Tests that stop servers, or whose module starts one, stay together in one process: see `pytest_collection_modifyitems`.
+Any test may run beside any other, so each has a database, and where it stops a server that server, to itself.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from tests.support.databases import TestDatabase, drop_database, make_template, 
 # (a clone, some 300 files, then takes 250 ms instead of 20).
 FAST = {"fsync": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
 
-# Two start a server for the whole module, and a demo's databases are told by what is new on the server.
-MODULES_OF_ONE_PROCESS = {"test_demo.py", "test_dev_postgres.py", "test_migrate_rights.py"}
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
@@ -39,17 +37,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--postgres-binaries", type=Path, help="run the tests on the server binaries in this bin directory"
     )
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together what would start a server in each process or disturb itself; of no effect without xdist."""
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        if "_durable_server" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("durable"))
-        elif item.path.name in MODULES_OF_ONE_PROCESS:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(wrapper=True)
