@@ -14,7 +14,7 @@ import pytest
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import DatabaseError, DatabaseUnavailableError, SchemaMismatchError, TenancyDeniedError
 from dispatch_core.migrate import grant
-from dispatch_core.models import DispatchStatus
+from dispatch_core.models import ClaimedJobs, DispatchStatus
 from dispatch_core.settings import CoreSettings
 from relay_sdk import DispatchJob, Relay, Reply, Retry, run_relays
 from relay_sdk.cursor import ClaimCursor
@@ -183,6 +183,37 @@ async def test_a_tenant_rung_beside_a_backlog_is_in_one_of_the_next_two_claims(
     assert len(rung_at) == 3
     for sent in rung_at:
         assert any("lone" in tenants for tenants in asked[sent : sent + 2])
+
+
+async def test_what_answers_say_of_a_backlog_goes_by_when_their_claims_were_sent(database: TestDatabase) -> None:
+    """Of two claims under way beside each other the older one may answer last."""
+    relay = new_relay(database, tenants=["acme", "beta"], concurrency=40, claim_batch=10, **NEVER)
+    relay.fallback(_nothing)
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        assert relay._session is not None
+        claimer, now = relay._session._claimer, time.monotonic()
+        # Nothing is awaited from here on, so the claimer's own loops have no turn.
+        full = ClaimedJobs(looked_at=10, counts={"acme": 10}, cursors={"acme": 5})
+        claimer._note(full, ["acme"], [0], 10, now, "notify")
+        claimer._note(ClaimedJobs(), ["acme"], [0], 10, now - 1.0, "poll")
+        older_news = dict(claimer._rung)
+        # After a reconnect everybody is rung, also who is only rung because a claim for him is under way.
+        claimer.ring_all("poll")
+        caught_up = dict(claimer._rung)
+        claimer._rung["acme"] = "more"
+        claimer._note(ClaimedJobs(), ["acme"], [0], 10, now + 1.0, "poll")
+        newer_news = dict(claimer._rung)
+        # A claim with fewer slots than tenants did not come to the second one, which still owes a claim from zero.
+        one = ClaimedJobs(looked_at=1, counts={"acme": 1}, cursors={"acme": 6})
+        claimer._note(one, ["acme", "beta"], [0, 0], 1, now + 2.0, "more")
+        owed = claimer._cursors["beta"].owed
+        claimer._rung.clear()
+        claimer._full.clear()
+    assert older_news == {"acme": "more"}
+    assert caught_up == {"acme": "poll", "beta": "poll"}
+    assert "acme" not in newer_news
+    assert owed
 
 
 async def test_a_burst_that_fills_all_slots_is_followed_by_one_claim_where_claims_from_zero_are_cheap(
