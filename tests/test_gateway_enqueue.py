@@ -127,14 +127,14 @@ async def test_concurrent_enqueues_of_a_tenant_share_statements_and_rings(
         acme = client.tenant("acme")
         ids = await asyncio.gather(*(acme.enqueue("erp", "Op", body=str(n)) for n in range(1000)))
         health = client.health()
-        # Rings go one after the other, so behind this one there are none; one that the close cuts off may come twice.
+        # A ring of the same relay may wait a little behind the first, and one that the close cuts off comes twice.
         await eventually(lambda: heard)
         await acme.enqueue("other", "Op")
         await eventually(lambda: proof)
     assert len(set(ids)) == 1000
     assert health.enqueued == 1000
     assert health.enqueue_statements <= 10
-    assert len(heard) <= health.enqueue_statements
+    assert len(heard) <= health.enqueue_statements + 1
     assert await admin.fetchval("select count(*) from relay.s2r_relay_dispatch_queue") == 1001
 
 
