@@ -34,10 +34,12 @@ _SETTLE: Final = (
 )
 _RETRY: Final = "select n, outcome from relay.outbox_retry($1, $2)"
 _PARK: Final = "select n, outcome from relay.outbox_park($1, $2, $3)"
-_PURGE: Final = "select relay.outbox_purge($1, $2, $3, $4)"
-_LIST: Final = "select * from relay.outbox_list($1, $2, $3, $4, $5)"
+_RETRY_PARKED: Final = "select relay.outbox_retry_parked($1, $2, $3, $4, $5)"
+_PURGE: Final = "select relay.outbox_purge($1, $2, $3, $4, $5)"
+_LIST: Final = "select * from relay.outbox_list($1, $2, $3, $4, $5, $6, $7, $8)"
+_COUNT: Final = "select relay.outbox_count($1, $2, $3, $4, $5, $6, $7)"
 _SHOW: Final = "select * from relay.outbox_show($1, $2)"
-_STATUS: Final = "select * from relay.outbox_status($1)"
+_STATUS: Final = "select * from relay.outbox_status($1, $2)"
 _TENANTS: Final = "select tenant_id from relay.outbox_tenants() order by 1"
 _CHANNEL: Final = "select relay.channel($1, $2)"
 
@@ -200,9 +202,18 @@ class OutboxRepository:
         text = codec.sanitize(reason, _MAX_ERROR_BYTES)
         return self._applied(event_ids, await self._fetch(_PARK, _tenant(tenant), list(event_ids), text))
 
-    async def purge(self, tenant: str, older_than: timedelta, *, kind: str | None = None, limit: int = 1000) -> int:
+    async def retry_parked(
+        self, tenant: str, older_than: timedelta, *, kind: str | None = None, key: str | None = None, limit: int = 1000
+    ) -> int:
+        """Have events that were parked so long ago begin anew, the oldest first; return how many."""
+        ((count,),) = await self._fetch(_RETRY_PARKED, _tenant(tenant), older_than, limit, kind, key)
+        return int(count)
+
+    async def purge(
+        self, tenant: str, older_than: timedelta, *, kind: str | None = None, key: str | None = None, limit: int = 1000
+    ) -> int:
         """Remove events that were parked so long ago, the oldest first; return how many."""
-        ((count,),) = await self._fetch(_PURGE, _tenant(tenant), older_than, limit, kind)
+        ((count,),) = await self._fetch(_PURGE, _tenant(tenant), older_than, limit, kind, key)
         return int(count)
 
     async def list_events(
@@ -211,21 +222,43 @@ class OutboxRepository:
         *,
         state: str | None = None,
         kind: str | None = None,
+        key: str | None = None,
+        older_than: timedelta | None = None,
         limit: int = 50,
         before: UUID | None = None,
+        payload_chars: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return events, the newest first, without their payloads."""
-        rows = await self._fetch(_LIST, _tenant(tenant), state, kind, limit, before)
+        """Return events, the newest first; of payloads above 64 KiB nothing, of others the first so many characters.
+
+        `older_than` counts from the moment an event was parked, else from when it was written.
+        """
+        rows = await self._fetch(_LIST, _tenant(tenant), state, kind, limit, before, key, older_than, payload_chars)
         return [dict(row) for row in rows]
+
+    async def count(
+        self,
+        tenant: str,
+        *,
+        state: str | None = None,
+        kind: str | None = None,
+        key: str | None = None,
+        older_than: timedelta | None = None,
+        before: UUID | None = None,
+        limit: int = 100_000,
+    ) -> int:
+        """Count the events that `list_events` would return, no further than `limit`."""
+        ((count,),) = await self._fetch(_COUNT, _tenant(tenant), state, kind, key, older_than, before, limit)
+        return int(count)
 
     async def show(self, tenant: str, event_id: UUID) -> dict[str, Any] | None:
         """Return all there is of one event, its payload as JSON text."""
         rows = await self._fetch(_SHOW, _tenant(tenant), event_id)
         return dict(rows[0]) if rows else None
 
-    async def status(self, tenant: str) -> list[dict[str, Any]]:
-        """Count the events of a tenant by kind: due, later, waiting, claimed, parked; and how old the oldest due is."""
-        return [dict(row) for row in await self._fetch(_STATUS, _tenant(tenant))]
+    async def status(self, tenant: str, *, stale_seconds: float = 300.0) -> list[dict[str, Any]]:
+        """Count the events of a tenant by kind: due, later, waiting, claimed (and of those the stale), parked; with the
+        greatest ages, and the most attempts of one that is not parked."""
+        return [dict(row) for row in await self._fetch(_STATUS, _tenant(tenant), timedelta(seconds=stale_seconds))]
 
     @staticmethod
     def _applied(event_ids: Sequence[UUID], rows: Sequence[Any]) -> set[UUID]:

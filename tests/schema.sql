@@ -256,6 +256,13 @@ CREATE FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after tim
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint, p_horizon interval) OWNER TO relay_api;
 
+CREATE FUNCTION relay.outbox_count(p_tenant text, p_state text DEFAULT NULL::text, p_kind text DEFAULT NULL::text, p_key text DEFAULT NULL::text, p_older interval DEFAULT NULL::interval, p_before uuid DEFAULT NULL::uuid, p_limit bigint DEFAULT 100000) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_count(p_tenant text, p_state text, p_kind text, p_key text, p_older interval, p_before uuid, p_limit bigint) OWNER TO relay_api;
+
 CREATE FUNCTION relay.outbox_drop(p_tenant text, p_rows tid[]) RETURNS bigint
     LANGUAGE plpgsql
     SET enable_indexscan TO 'off'
@@ -331,7 +338,7 @@ CREATE FUNCTION relay.outbox_last(p_tenant text, p_key text) RETURNS bigint
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_last(p_tenant text, p_key text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.outbox_list(p_tenant text, p_state text DEFAULT NULL::text, p_kind text DEFAULT NULL::text, p_limit bigint DEFAULT 50, p_before uuid DEFAULT NULL::uuid) RETURNS TABLE(event_id uuid, kind text, key text, state text, attempts bigint, last_error text, claimed_by text, created_at timestamp with time zone, available_at timestamp with time zone, claimed_at timestamp with time zone, parked_at timestamp with time zone)
+CREATE FUNCTION relay.outbox_list(p_tenant text, p_state text DEFAULT NULL::text, p_kind text DEFAULT NULL::text, p_limit bigint DEFAULT 50, p_before uuid DEFAULT NULL::uuid, p_key text DEFAULT NULL::text, p_older interval DEFAULT NULL::interval, p_payload bigint DEFAULT 0) RETURNS TABLE(event_id uuid, kind text, key text, state text, attempts bigint, last_error text, claimed_by text, created_at timestamp with time zone, available_at timestamp with time zone, claimed_at timestamp with time zone, parked_at timestamp with time zone, payload text, payload_bytes bigint)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -340,8 +347,20 @@ CREATE FUNCTION relay.outbox_list(p_tenant text, p_state text DEFAULT NULL::text
     SET enable_mergejoin TO 'off'
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
     AS $$ … $$;
-ALTER FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) OWNER TO relay_api;
+ALTER FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid, p_key text, p_older interval, p_payload bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_matching(p_tenant text, p_state text, p_kind text, p_key text, p_until timestamp with time zone, p_before uuid, p_limit bigint) RETURNS TABLE(event_id uuid)
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_matching(p_tenant text, p_state text, p_kind text, p_key text, p_until timestamp with time zone, p_before uuid, p_limit bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.outbox_new_id(p_at timestamp with time zone) RETURNS uuid
     LANGUAGE plpgsql
@@ -387,7 +406,7 @@ CREATE FUNCTION relay.outbox_promote(p_tenant text, p_keys text[]) RETURNS TABLE
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_promote(p_tenant text, p_keys text[]) OWNER TO relay_api;
 
-CREATE FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text DEFAULT NULL::text) RETURNS bigint
+CREATE FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text DEFAULT NULL::text, p_key text DEFAULT NULL::text) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -400,7 +419,7 @@ CREATE FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigi
     SET plan_cache_mode TO 'force_generic_plan'
     SET "TimeZone" TO 'UTC'
     AS $$ … $$;
-ALTER FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text) OWNER TO relay_api;
+ALTER FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text, p_key text) OWNER TO relay_api;
 
 CREATE FUNCTION relay.outbox_restart(p_tenant text, p_at timestamp with time zone, p_rows tid[]) RETURNS void
     LANGUAGE plpgsql
@@ -427,6 +446,21 @@ CREATE FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) RETURNS TA
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.outbox_retry_parked(p_tenant text, p_older interval, p_limit bigint, p_kind text DEFAULT NULL::text, p_key text DEFAULT NULL::text) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_retry_parked(p_tenant text, p_older interval, p_limit bigint, p_kind text, p_key text) OWNER TO relay_api;
 
 CREATE FUNCTION relay.outbox_ring(p_tenant text) RETURNS void
     LANGUAGE plpgsql
@@ -462,11 +496,12 @@ CREATE FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) RETURNS TABLE(
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) OWNER TO relay_api;
 
-CREATE FUNCTION relay.outbox_status(p_tenant text) RETURNS TABLE(kind text, due bigint, later bigint, waiting bigint, claimed bigint, parked bigint, oldest interval)
+CREATE FUNCTION relay.outbox_status(p_tenant text, p_stale interval DEFAULT '00:05:00'::interval) RETURNS TABLE(kind text, due bigint, later bigint, waiting bigint, claimed bigint, parked bigint, oldest interval, age interval, attempts bigint, stale bigint, claimed_for interval, parked_for interval)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
+    SET "TimeZone" TO 'UTC'
     AS $$ … $$;
-ALTER FUNCTION relay.outbox_status(p_tenant text) OWNER TO relay_api;
+ALTER FUNCTION relay.outbox_status(p_tenant text, p_stale interval) OWNER TO relay_api;
 
 CREATE FUNCTION relay.outbox_tenants(p_as text[] DEFAULT '{gateway,operator}'::text[]) RETURNS TABLE(tenant_id text)
     LANGUAGE plpgsql STABLE SECURITY DEFINER
@@ -1027,6 +1062,10 @@ REVOKE ALL ON FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with ti
 REVOKE ALL ON FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint, p_horizon interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint, p_horizon interval) TO relay_gateway;
 
+REVOKE ALL ON FUNCTION relay.outbox_count(p_tenant text, p_state text, p_kind text, p_key text, p_older interval, p_before uuid, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_count(p_tenant text, p_state text, p_kind text, p_key text, p_older interval, p_before uuid, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_count(p_tenant text, p_state text, p_kind text, p_key text, p_older interval, p_before uuid, p_limit bigint) TO relay_operator;
+
 REVOKE ALL ON FUNCTION relay.outbox_drop(p_tenant text, p_rows tid[]) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.outbox_due(p_tenants text[], p_kinds text[], p_limit bigint, p_start text, p_stale interval, p_max_attempts bigint, p_look bigint, p_look_tenants text[], p_look_keys text[]) FROM PUBLIC;
@@ -1042,9 +1081,11 @@ REVOKE ALL ON FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) FROM PUBLI
 
 REVOKE ALL ON FUNCTION relay.outbox_last(p_tenant text, p_key text) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid) TO relay_operator;
+REVOKE ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid, p_key text, p_older interval, p_payload bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid, p_key text, p_older interval, p_payload bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_list(p_tenant text, p_state text, p_kind text, p_limit bigint, p_before uuid, p_key text, p_older interval, p_payload bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.outbox_matching(p_tenant text, p_state text, p_kind text, p_key text, p_until timestamp with time zone, p_before uuid, p_limit bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.outbox_new_id(p_at timestamp with time zone) FROM PUBLIC;
 
@@ -1056,15 +1097,19 @@ GRANT ALL ON FUNCTION relay.outbox_park(p_tenant text, p_event_ids uuid[], p_rea
 
 REVOKE ALL ON FUNCTION relay.outbox_promote(p_tenant text, p_keys text[]) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text) TO relay_operator;
+REVOKE ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text, p_key text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text, p_key text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text, p_key text) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.outbox_restart(p_tenant text, p_at timestamp with time zone, p_rows tid[]) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.outbox_retry(p_tenant text, p_event_ids uuid[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.outbox_retry_parked(p_tenant text, p_older interval, p_limit bigint, p_kind text, p_key text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_retry_parked(p_tenant text, p_older interval, p_limit bigint, p_kind text, p_key text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_retry_parked(p_tenant text, p_older interval, p_limit bigint, p_kind text, p_key text) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.outbox_ring(p_tenant text) FROM PUBLIC;
 
@@ -1075,9 +1120,9 @@ REVOKE ALL ON FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) FROM PU
 GRANT ALL ON FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.outbox_show(p_tenant text, p_event_id uuid) TO relay_operator;
 
-REVOKE ALL ON FUNCTION relay.outbox_status(p_tenant text) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.outbox_status(p_tenant text) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.outbox_status(p_tenant text) TO relay_operator;
+REVOKE ALL ON FUNCTION relay.outbox_status(p_tenant text, p_stale interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_status(p_tenant text, p_stale interval) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_status(p_tenant text, p_stale interval) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.outbox_tenants(p_as text[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.outbox_tenants(p_as text[]) TO relay_gateway;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -178,3 +179,96 @@ async def test_a_drainer_of_some_tenants_finds_takes_and_tidies_theirs_alone(
         assert (paged.due, paged.start) == ([("a", KIND)], "a")
         paged = await OutboxRepository(gateway).due(limit=2, start=paged.start)
         assert (paged.due, paged.start) == ([("b", KIND), ("c", KIND)], "c")
+
+
+async def test_parked_events_begin_anew_by_what_they_have_in_common_some_at_a_time_the_oldest_first(
+    database: TestDatabase, admin: Connection, gateway: Connection, operator: Connection
+) -> None:
+    await write(gateway, "old", "older", "new", "kept")
+    await write(gateway, "keyed", key="k", kind="other")
+    events = [*await take(gateway, 3), *await take(gateway, kind="other")]
+    await tell(gateway, events, "park", error="no")
+    for payload, age in (("old", 20), ("older", 30)):
+        await admin.execute(
+            f"update {OUTBOX} set parked_at = now() - $1::interval where payload = to_jsonb($2::text)",
+            timedelta(days=age),
+            payload,
+        )
+    verbs = OutboxRepository(operator)
+    heard: list[str] = []
+    async with connected(database.gateway_dsn) as listener, connected(database.admin_dsn) as other:
+        await listener.add_listener(
+            await OutboxRepository(listener).channel(TENANT), lambda _, __, channel, ___: heard.append(channel)
+        )
+        assert await verbs.retry_parked(TENANT, timedelta(days=10), limit=1) == 1
+        await eventually(lambda: heard)
+        assert (await states(admin))["older"] == "ready"
+        assert await verbs.retry_parked("globex", timedelta(0)) == 0
+        assert await verbs.retry_parked(TENANT, timedelta(0), kind="another") == 0
+        assert await verbs.retry_parked(TENANT, timedelta(0), key="k", kind="other") == 1
+        # What somebody else is deciding about is his.
+        async with other.transaction():
+            await other.execute(f"select from {OUTBOX} where payload = to_jsonb('old'::text) for update")
+            assert await verbs.retry_parked(TENANT, timedelta(0)) == 1
+    assert await states(admin) == {
+        "old": "parked", "older": "ready", "new": "ready", "kept": "ready", "keyed": "ready"
+    }  # fmt: skip
+    with pytest.raises(InvalidInputError):
+        await verbs.retry_parked(TENANT, timedelta(days=-1))
+
+
+async def test_list_and_count_choose_the_same_events_and_show_as_much_of_payloads_as_is_asked_for(
+    admin: Connection, gateway: Connection, operator: Connection
+) -> None:
+    (short, long, huge) = await write(gateway, "a", "b" * 100, "c" * 70_000)
+    keyed = await write(gateway, "x", "y", "z", key="k", kind="other")
+    (event,) = await take(gateway, kind="other")
+    await tell(gateway, [event], "park", error="no")
+    await admin.execute(
+        f"update {OUTBOX} set created_at = created_at - interval '2 days' where event_id = any ($1)", [short, keyed[0]]
+    )
+    verbs = OutboxRepository(operator)
+    rows = {row["event_id"]: row for row in await verbs.list_events(TENANT, payload_chars=20)}
+    assert rows[short]["payload"] == '"a"'
+    assert rows[long]["payload"] == '"' + "b" * 19
+    assert (rows[huge]["payload"], rows[huge]["payload_bytes"] > 70_000) == (None, True)
+    assert {row["payload"] for row in await verbs.list_events(TENANT)} == {None}
+    choices: list[tuple[dict[str, Any], list[Any]]] = [
+        ({"key": "k"}, keyed[::-1]),
+        ({"key": "k", "state": "waiting"}, keyed[:1:-1]),
+        ({"key": "k", "state": "parked"}, keyed[:1]),
+        ({"key": "none"}, []),
+        ({"kind": KIND, "state": "ready"}, [huge, long, short]),
+        ({"kind": KIND, "before": huge}, [long, short]),
+        # Of a parked event it counts when it was parked.
+        ({"older_than": timedelta(days=1)}, [short]),
+        ({"older_than": timedelta(days=1), "key": "k"}, []),
+        ({"older_than": timedelta(0), "key": "k", "state": "parked"}, keyed[:1]),
+    ]
+    for choice, expected in choices:
+        listed = [row["event_id"] for row in await verbs.list_events(TENANT, **choice)]
+        assert (listed, await verbs.count(TENANT, **choice)) == (expected, len(expected)), choice
+    assert await verbs.count(TENANT, limit=2) == 2
+    assert await verbs.count("globex") == 0
+    with pytest.raises(InvalidInputError):
+        await verbs.count(TENANT, state="lost")
+
+
+async def test_status_tells_ages_attempts_and_claims_that_nobody_answers_for(
+    admin: Connection, gateway: Connection, operator: Connection
+) -> None:
+    await write(gateway, "failing", "stuck", "given up")
+    events = await take(gateway)
+    await tell(gateway, events[:1], "failed", error="no", delay=60)
+    await tell(gateway, events[2:], "park", error="no")
+    verbs = OutboxRepository(operator)
+    (row,) = await verbs.status(TENANT)
+    assert (row["later"], row["claimed"], row["stale"], row["parked"], row["attempts"]) == (1, 1, 0, 1, 1)
+    await make_stale(admin)
+    await admin.execute(f"update {OUTBOX} set created_at = created_at - interval '1 day' where state = 'ready'")
+    (row,) = await verbs.status(TENANT)
+    assert (row["stale"], row["oldest"], row["age"] >= timedelta(days=1)) == (1, None, True)
+    assert row["claimed_for"] > timedelta(seconds=300)
+    assert timedelta(0) < row["parked_for"] < timedelta(hours=1)
+    (row,) = await verbs.status(TENANT, stale_seconds=3000)
+    assert row["stale"] == 0

@@ -165,7 +165,13 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             await run(verbs.park(TENANT, ids, "why"), _BY_KEY)
             await run(verbs.retry(TENANT, ids), _BY_KEY, 3 * BATCH)
             await run(verbs.show(TENANT, ids[0]), {"outbox_pkey"})
-            await run(verbs.list_events(TENANT, limit=BATCH), {"outbox_pkey"})
+            await run(verbs.list_events(TENANT, limit=BATCH, payload_chars=10), {"outbox_pkey"})
+            assert await run(verbs.count(TENANT, limit=BATCH), {"outbox_pkey"}) == BATCH
+            await run(
+                verbs.list_events(TENANT, key="n", limit=BATCH), {"outbox_pkey", "outbox_key", "outbox_parked"}, 5000
+            )
+            older = timedelta(minutes=10)
+            assert await run(verbs.retry_parked(TENANT, older, limit=BATCH), {"outbox_parked", None}) == BATCH
             await run(verbs.purge(TENANT, timedelta(0), limit=BATCH), {"outbox_parked", None})
 
 

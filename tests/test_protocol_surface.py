@@ -35,6 +35,7 @@ INSIDE_OF_VERBS = {
     "outbox_choose",
     "outbox_last",
     "outbox_restart",
+    "outbox_matching",
 }
 # What a policy calls is called by whoever reads the table.
 BY_EVERYBODY = {"bound_tenant", "row_tenant"}

@@ -2,6 +2,11 @@
 -- room: outbox
 --
 -- For people: to look at events, and to decide about those that the drainers have given up.
+--
+--   relay.outbox_retry, relay.outbox_park           events by their ids
+--   relay.outbox_retry_parked, relay.outbox_purge   parked events by what they have in common, some at a time, the oldest first
+--   relay.outbox_list, relay.outbox_count           the same choice of events, shown and counted
+--   relay.outbox_show, relay.outbox_status          one event whole; how many there are of each kind
 
 -- Guarantees: each event among the inputs that is parked is ready again at once, as if it had never been tried (attempts 0; its
 --   last_error stays); one that is ready but backing off or delayed can be claimed at once. Outcome 'applied', `was` = its
@@ -38,6 +43,42 @@ begin
   select u.n, 'stale', null
   from (select i from generate_series(1, cardinality(p_event_ids)::bigint) i except select unnest(v_ns)) as u (n);
   perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: at most p_limit events of the tenant that were parked more than p_older ago (of p_kind and p_key, where given), the
+--   oldest first, are ready again as if they had never been tried (see outbox_retry). Rings. Returns how many.
+-- Errors: S2001, S2002, S2003; S2020 p_older is negative, or none.
+-- Locks: FOR UPDATE SKIP LOCKED. It waits for nobody: what is locked is being decided about by somebody else.
+create or replace function relay.outbox_retry_parked(
+  p_tenant text, p_older interval, p_limit bigint, p_kind text default null, p_key text default null)
+returns bigint
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+set timezone = 'UTC'
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_until  timestamptz := clock_timestamp() - p_older;
+  v_rows   tid[];
+  v_count  bigint;
+begin
+  if coalesce(p_older < interval '0', true) then
+    raise exception 'outbox_retry_parked needs how long the events have been parked' using errcode = 'S2020';
+  end if;
+  select count(*), array_agg(l.row_id) into v_count, v_rows
+  from (select o.ctid as row_id from relay.outbox o
+        where o.tenant_id = v_tenant and o.state = 'parked' and o.parked_at < v_until
+          and (p_kind is null or o.kind = p_kind) and (p_key is null or o.key = p_key)
+        order by o.parked_at limit p_limit for update skip locked) l;
+  if v_count > 0 then
+    perform relay.outbox_restart(v_tenant, clock_timestamp(), v_rows);
+    perform relay.outbox_ring(v_tenant);
+  end if;
+  perform relay.unbind_tenant(v_before);
+  return v_count;
 end $$;
 
 -- Guarantees: the rows, which the caller has locked, are ready by the clock p_at; those that were parked begin anew.
@@ -101,11 +142,12 @@ begin
   perform relay.unbind_tenant(v_before);
 end $$;
 
--- Guarantees: removes at most p_limit events of the tenant that were parked more than p_older ago (of p_kind, where given), the
---   oldest first. It touches no event that may still be delivered. Returns how many.
+-- Guarantees: removes at most p_limit events of the tenant that were parked more than p_older ago (of p_kind and p_key, where
+--   given), the oldest first. It touches no event that may still be delivered. Returns how many.
 -- Errors: S2001, S2002, S2003; S2020 p_older is negative, or none.
 -- Locks: FOR UPDATE SKIP LOCKED. It waits for nobody.
-create or replace function relay.outbox_purge(p_tenant text, p_older interval, p_limit bigint, p_kind text default null)
+create or replace function relay.outbox_purge(
+  p_tenant text, p_older interval, p_limit bigint, p_kind text default null, p_key text default null)
 returns bigint
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
@@ -126,7 +168,7 @@ begin
   select array_agg(l.row_id) into v_rows
   from (select o.ctid as row_id from relay.outbox o
         where o.tenant_id = v_tenant and o.state = 'parked' and o.parked_at < v_until
-          and (p_kind is null or o.kind = p_kind)
+          and (p_kind is null or o.kind = p_kind) and (p_key is null or o.key = p_key)
         order by o.parked_at limit p_limit for update skip locked) l;
   if v_rows is not null then
     v_count := relay.outbox_drop(v_tenant, v_rows);
@@ -135,48 +177,109 @@ begin
   return v_count;
 end $$;
 
--- Guarantees: at most p_limit events of the tenant, the newest first (by event id, which is a UUIDv7), older than p_before where
---   given, in one state and of one kind where given. No payloads. Changes nothing, locks nothing.
--- Errors: S2001, S2002, S2003; S2020 an unknown state.
-create or replace function relay.outbox_list(
-  p_tenant text, p_state text default null, p_kind text default null, p_limit bigint default 50, p_before uuid default null)
-returns table (
-  event_id uuid, kind text, key text, state text, attempts bigint, last_error text, claimed_by text, created_at timestamptz,
-  available_at timestamptz, claimed_at timestamptz, parked_at timestamptz)
-language plpgsql security definer
-set search_path = pg_catalog, pg_temp
+-- Guarantees: the ids of at most p_limit events of the tenant, the newest first (by event id, which is a UUIDv7), older than
+--   p_before where given; in one state, of one kind, of one key where given; and, where p_until is, no younger than that: parked
+--   before it, if they are parked, else written before it.
+create or replace function relay.outbox_matching(
+  p_tenant text, p_state text, p_kind text, p_key text, p_until timestamptz, p_before uuid, p_limit bigint)
+returns table (event_id uuid)
+language plpgsql
 set enable_seqscan = off set enable_bitmapscan = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
-  v_tenant text := coalesce(p_tenant, v_before);
-  v_limit  bigint := least(greatest(p_limit, 1), 10000);
   -- In a variable: COALESCE counts as leaky, so under row security the comparison would be no index condition.
-  v_older  uuid := coalesce(p_before, 'ffffffff-ffff-ffff-ffff-ffffffffffff');
+  v_older uuid := coalesce(p_before, 'ffffffff-ffff-ffff-ffff-ffffffffffff');
+  v_until timestamptz := coalesce(p_until, 'infinity');
 begin
-  if p_state is not null and p_state not in ('ready', 'waiting', 'claimed', 'parked') then
+  if p_state not in ('ready', 'waiting', 'claimed', 'parked') then
     raise exception 'state must be ready, waiting, claimed or parked' using errcode = 'S2020';
   end if;
   if p_state = 'parked' then
     -- Few among many: by the index that holds these alone, and sorted then.
     return query
-    select p.* from (
-      select o.event_id, o.kind, o.key, o.state, o.attempts, o.last_error, o.claimed_by, o.created_at, o.available_at,
-             o.claimed_at, o.parked_at
-      from relay.outbox o where o.tenant_id = v_tenant and o.state = 'parked' order by o.parked_at offset 0) p
-    where p.event_id < v_older and (p_kind is null or p.kind = p_kind)
-    order by p.event_id desc limit v_limit;
+    select p.event_id from (
+      select o.event_id, o.kind, o.key from relay.outbox o
+      where o.tenant_id = p_tenant and o.state = 'parked' and o.parked_at < v_until order by o.parked_at offset 0) p
+    where p.event_id < v_older and (p_kind is null or p.kind = p_kind) and (p_key is null or p.key = p_key)
+    order by p.event_id desc limit p_limit;
+  elsif p_key is not null then
+    -- Those of a key too: the live ones by the index of keys, the parked ones as above.
+    return query
+    select p.event_id from (
+      (select o.event_id, o.kind, o.state, o.created_at as since from relay.outbox o
+       where o.tenant_id = p_tenant and o.key = p_key and o.parked_at is null order by o.seq, o.event_id offset 0)
+      union all
+      (select o.event_id, o.kind, o.state, o.parked_at from relay.outbox o
+       where o.tenant_id = p_tenant and o.state = 'parked' and o.key = p_key order by o.parked_at offset 0)) p
+    where p.event_id < v_older and p.since < v_until
+      and (p_state is null or p.state = p_state) and (p_kind is null or p.kind = p_kind)
+    order by p.event_id desc limit p_limit;
   else
     return query
-    select o.event_id, o.kind, o.key, o.state, o.attempts, o.last_error, o.claimed_by, o.created_at, o.available_at,
-           o.claimed_at, o.parked_at
-    from relay.outbox o
-    where o.tenant_id = v_tenant and o.event_id < v_older and (p_state is null or o.state = p_state)
-      and (p_kind is null or o.kind = p_kind)
-    order by o.event_id desc limit v_limit;
+    select o.event_id from relay.outbox o
+    where o.tenant_id = p_tenant and o.event_id < v_older and (p_state is null or o.state = p_state)
+      and (p_kind is null or o.kind = p_kind) and (p_until is null or coalesce(o.parked_at, o.created_at) < v_until)
+    order by o.event_id desc limit p_limit;
   end if;
+end $$;
+
+-- Guarantees: at most p_limit events of the tenant, the newest first, older than p_before where given; in one state, of one kind, of
+--   one key, and at least p_older old where given: since they were parked, if they are parked, else since they were written.
+--   `payload` is the first p_payload characters of it as JSON text; null where it is above 64 KiB, or p_payload is 0.
+--   `payload_bytes` is about its size. Changes nothing, locks nothing.
+-- Errors: S2001, S2002, S2003; S2020 an unknown state.
+create or replace function relay.outbox_list(
+  p_tenant text, p_state text default null, p_kind text default null, p_limit bigint default 50, p_before uuid default null,
+  p_key text default null, p_older interval default null, p_payload bigint default 0)
+returns table (
+  event_id uuid, kind text, key text, state text, attempts bigint, last_error text, claimed_by text, created_at timestamptz,
+  available_at timestamptz, claimed_at timestamptz, parked_at timestamptz, payload text, payload_bytes bigint)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+set timezone = 'UTC'
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_chars  int := least(greatest(p_payload, 0), 65536);
+begin
+  return query
+  select l.*
+  from relay.outbox_matching(
+    v_tenant, p_state, p_kind, p_key, clock_timestamp() - p_older, p_before, least(greatest(p_limit, 1), 10000)) m
+  cross join lateral (
+    select o.event_id, o.kind, o.key, o.state, o.attempts, o.last_error, o.claimed_by, o.created_at, o.available_at,
+           o.claimed_at, o.parked_at,
+           case when v_chars > 0 and pg_column_size(o.payload) <= 65536 then left(o.payload::text, v_chars) end,
+           pg_column_size(o.payload)::bigint
+    from relay.outbox o where o.tenant_id = v_tenant and o.event_id = m.event_id limit 1) l
+  order by m.event_id desc;
   perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: how many events outbox_list would show without a limit; it counts no further than p_limit. Changes nothing, locks
+--   nothing.
+-- Errors: as outbox_list.
+create or replace function relay.outbox_count(
+  p_tenant text, p_state text default null, p_kind text default null, p_key text default null, p_older interval default null,
+  p_before uuid default null, p_limit bigint default 100000)
+returns bigint
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set timezone = 'UTC'
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_count  bigint;
+begin
+  select count(*) into v_count
+  from relay.outbox_matching(v_tenant, p_state, p_kind, p_key, clock_timestamp() - p_older, p_before, p_limit);
+  perform relay.unbind_tenant(v_before);
+  return v_count;
 end $$;
 
 -- Guarantees: all there is of one event; no row where the tenant has none of that id. Changes nothing, locks nothing.
@@ -203,23 +306,32 @@ begin
 end $$;
 
 -- Guarantees: how many events of the tenant there are, per kind: due now, later (delayed or backing off), waiting for another of
---   their key, claimed, parked; and how long the oldest that is due has been so. It counts every row.
+--   their key, claimed (of which `stale` for longer than p_stale), parked. `oldest` is how long the one that is due for longest
+--   has been so, `age` how old the oldest is that is not parked, `attempts` the most that one of those has had; `claimed_for` and
+--   `parked_for`: the longest. It counts every row.
 -- Errors: S2001, S2002, S2003.
-create or replace function relay.outbox_status(p_tenant text)
-returns table (kind text, due bigint, later bigint, waiting bigint, claimed bigint, parked bigint, oldest interval)
+create or replace function relay.outbox_status(p_tenant text, p_stale interval default interval '300 seconds')
+returns table (
+  kind text, due bigint, later bigint, waiting bigint, claimed bigint, parked bigint, oldest interval, age interval,
+  attempts bigint, stale bigint, claimed_for interval, parked_for interval)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
+set timezone = 'UTC'
 as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_now    timestamptz := clock_timestamp();
+  v_stale  timestamptz := v_now - p_stale;
 begin
   return query
   select o.kind, count(*) filter (where o.state = 'ready' and o.available_at <= v_now),
          count(*) filter (where o.state = 'ready' and o.available_at > v_now), count(*) filter (where o.state = 'waiting'),
          count(*) filter (where o.state = 'claimed'), count(*) filter (where o.state = 'parked'),
-         v_now - min(o.available_at) filter (where o.state = 'ready' and o.available_at <= v_now)
+         v_now - min(o.available_at) filter (where o.state = 'ready' and o.available_at <= v_now),
+         v_now - min(o.created_at) filter (where o.state <> 'parked'), max(o.attempts) filter (where o.state <> 'parked'),
+         count(*) filter (where o.state = 'claimed' and o.claimed_at < v_stale), v_now - min(o.claimed_at),
+         v_now - min(o.parked_at)
   from relay.outbox o where o.tenant_id = v_tenant group by o.kind order by o.kind;
   perform relay.unbind_tenant(v_before);
 end $$;

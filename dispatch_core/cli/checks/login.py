@@ -24,7 +24,10 @@ VERBS: Final[Mapping[str | None, Mapping[str, Sequence[str]]]] = {
     },
     "outbox": {
         "gateway": ("outbox_enqueue", "outbox_enqueue_many", "outbox_due", "outbox_claim", "outbox_settle"),
-        "operator": ("outbox_status", "outbox_list", "outbox_show", "outbox_retry", "outbox_park", "outbox_purge"),
+        "operator": (
+            *("outbox_status", "outbox_list", "outbox_count", "outbox_show"),
+            *("outbox_retry", "outbox_retry_parked", "outbox_park", "outbox_purge"),
+        ),
     },
 }
 """What each kind of login must be able to call for its SDK to work, by the room that it works in."""
