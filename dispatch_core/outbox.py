@@ -28,8 +28,9 @@ from dispatch_core.errors import ConfigurationError, ConnectionLostError, Databa
 from dispatch_core.ids import new_instance_id
 from dispatch_core.migrate import check_schema
 from dispatch_core.outbox_delivery import Delivery
-from dispatch_core.outbox_groups import Groups
+from dispatch_core.outbox_groups import Groups, LaneOf
 from dispatch_core.outbox_models import (
+    Batch,
     ClaimedEvents,
     DrainReport,
     OutboxEvent,
@@ -182,38 +183,49 @@ class Outbox:
         Raises: DatabaseError and the like where nothing could be claimed; where the settling fails for another reason
         than an outage. ConfigurationError without a sink.
         """
+        return await self.deliver(await self.claim(batch))
+
+    async def claim(self, batch: int = 100, *, lane_of: LaneOf | None = None) -> Batch:
+        """Make the first half of a drain: claim at most `batch` events. `deliver` must follow, or they go stale.
+
+        `lane_of(kind)` says in which lane a kind is: a claim is for kinds of one lane; None: not in this claim. Raises:
+        as `drain`.
+        """
         if batch < 1:
             raise ConfigurationError("a drain needs a positive batch")
         if not self.sinks and self.default_sink is None:
             raise ConfigurationError("an Outbox without a sink has nobody to deliver to")
         await self._release_unanswered()
         reclaimed = await self._search()
-        started = anyio.current_time()
-        claimed_by, claimed = await self._claim(batch)
+        since = anyio.current_time()
+        claimed_by, claimed = await self._claim(batch, lane_of)
         if not claimed.events and self._groups.known:
             # Above the cursors there was nothing; below them there may be.
-            claimed_by, below = await self._claim(batch)
+            claimed_by, below = await self._claim(batch, lane_of)
             below.expired.extend(claimed.expired)
             claimed = below
         for tenant, event_id in claimed.expired:
             logger.warning("event %s of tenant %s is parked: first tried too long ago", event_id, tenant)
-        expired = len(claimed.expired)
-        if not claimed.events:
-            return DrainReport(reclaimed=reclaimed, expired=expired)
+        return Batch(claimed_by, claimed.events, since, len(claimed.expired), reclaimed)
 
+    async def deliver(self, batch: Batch) -> DrainReport:
+        """Make the second half of a drain: give each event of a claim to its sink, and settle them. Raises: as `drain`."""
+        if not batch.events:
+            return DrainReport(reclaimed=batch.reclaimed, expired=batch.expired)
         settings = self.settings
+        stale_at = batch.since + settings.stale_claim_seconds
         delivery = Delivery(
-            claimed.events,
+            batch.events,
             self._sink_of,
             concurrency=settings.concurrency,
             timeout=settings.sink_timeout_seconds,
-            begin_until=started + settings.stale_claim_seconds * 2 / 3,
+            begin_until=batch.since + settings.stale_claim_seconds * 2 / 3,
             backoff_base=settings.backoff_base_seconds,
             backoff_cap=settings.backoff_cap_seconds,
         )
         try:
             await delivery.run()
-            settled = await self._settle(claimed_by, delivery, started + settings.stale_claim_seconds)
+            settled = await self._settle(batch.claimed_by, delivery, stale_at)
         except RelayDispatchError:
             raise
         except BaseException:
@@ -222,11 +234,20 @@ class Outbox:
                 anyio.move_on_after(settings.stop_timeout_seconds, shield=True),
                 contextlib.suppress(RelayDispatchError),
             ):
-                await self._settle(claimed_by, delivery, started + settings.stale_claim_seconds)
+                await self._settle(batch.claimed_by, delivery, stale_at)
             raise
         if delivery.fatal is not None:
             raise delivery.fatal
-        return _report(delivery, settled, expired, reclaimed)
+        return _report(delivery, settled, batch.expired, batch.reclaimed)
+
+    @property
+    def knows_more(self) -> bool:
+        """Whether more events than were claimed are known of: there is reason to claim again at once."""
+        return bool(self._groups.known)
+
+    def search_again(self) -> None:
+        """Have the next claim look for work anew, also where some is known: after a wake-up."""
+        self._groups.forget()
 
     def _sink_of(self, kind: str) -> Sink:
         sink = self.sinks.get(kind, self.default_sink)
@@ -259,12 +280,12 @@ class Outbox:
             )
         return work.reclaimed
 
-    async def _claim(self, batch: int) -> tuple[str, ClaimedEvents]:
+    async def _claim(self, batch: int, lane_of: LaneOf | None) -> tuple[str, ClaimedEvents]:
         # New for each claim: a token, by which what a lost reply has told nobody can be given back.
         self._claims += 1
         claimed_by = f"{self._instance}/{self._claims}"
         before = anyio.current_time()
-        pick = self._groups.pick(batch, before)
+        pick = self._groups.pick(batch, before, lane_of)
         if not pick.groups:
             return claimed_by, ClaimedEvents([], [], set())
         try:

@@ -7,14 +7,17 @@ transaction keeps alive. So while there is a backlog, groups are kept from claim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Final, TypeAlias
 
 from dispatch_core.cursor import ClaimCursor
 from dispatch_core.outbox_models import ClaimedEvents, DueWork, Group
 
-__all__ = ["Groups", "Pick"]
+__all__ = ["Groups", "LaneOf", "Pick"]
+
+LaneOf: TypeAlias = Callable[[str], object | None]
+"""Tells the lane of a kind: something to be compared by identity, or None where it is to be left."""
 
 _SEARCH_SECONDS: Final = 1.0
 _PAUSE: Final = 19.0
@@ -75,15 +78,31 @@ class Groups:
         """Return the seconds until the first event is due that was not at the last search; None: there was none."""
         return None if self._later_at is None else max(self._later_at - now, 0.0)
 
-    def pick(self, limit: int, now: float) -> Pick:
-        """Return the groups whose turn it is, for a claim of `limit` events: so few that each gets several."""
-        groups = list(self._cursors)[: max(16, limit // 16)]
+    def pick(self, limit: int, now: float, lane_of: LaneOf | None = None) -> Pick:
+        """Return the groups whose turn it is, for a claim of `limit` events: so few that each gets several.
+
+        With `lane_of` they are of one lane, and none of a kind whose lane is None.
+        """
+        most = max(16, limit // 16)
+        groups = list(self._cursors)[:most] if lane_of is None else self._of_one_lane(lane_of, most)
         positions: list[int] = []
         for group in groups:
             cursor = self._cursors.pop(group)
             self._cursors[group] = cursor
             positions.append(cursor.position(now))
         return Pick(groups, positions)
+
+    def _of_one_lane(self, lane_of: LaneOf, most: int) -> list[Group]:
+        groups: list[Group] = []
+        lane: object = None
+        for group in self._cursors:
+            its = lane_of(group[1])
+            if its is not None and (lane is None or its is lane):
+                lane = its
+                groups.append(group)
+                if len(groups) == most:
+                    break
+        return groups
 
     def claimed(self, pick: Pick, claimed: ClaimedEvents, seconds: float, now: float) -> None:
         """Note what a claim returned; a group in which nothing is left is forgotten."""

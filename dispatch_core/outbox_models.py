@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from uuid import UUID
 
 __all__ = [
+    "Batch",
     "ClaimedEvent",
     "ClaimedEvents",
     "DrainReport",
@@ -114,6 +115,18 @@ class ClaimedEvents:
     """Parked instead: tenant and event id."""
     more: set[Group]
     """Where there may be more to claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Events of one claim that are to be delivered, and then settled by the name that claimed them."""
+
+    claimed_by: str
+    events: list[ClaimedEvent]
+    since: float
+    """By `anyio.current_time`, before the claim was sent."""
+    expired: int = 0
+    reclaimed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
