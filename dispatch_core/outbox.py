@@ -209,7 +209,7 @@ class Outbox:
         return Batch(claimed_by, claimed.events, since, len(claimed.expired), reclaimed)
 
     async def deliver(self, batch: Batch) -> DrainReport:
-        """Make the second half of a drain: give each event of a claim to its sink, and settle them. Raises: as `drain`."""
+        """Make the second half of a drain: give each event to its sink, and settle them. Raises: as `drain`."""
         if not batch.events:
             return DrainReport(reclaimed=batch.reclaimed, expired=batch.expired)
         settings = self.settings

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any, Final, Self
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from dispatch_core.errors import ConfigurationError
 
-__all__ = ["CoreSettings", "OutboxSettings", "Settings", "redact_dsn"]
+__all__ = ["CoreSettings", "OutboxSettings", "RouteSettings", "Settings", "redact_dsn"]
 
 MIB: Final = 1024 * 1024
 
@@ -39,12 +39,16 @@ class Settings(BaseSettings):
             ]
             # `from None`: the chained error of pydantic would be printed with it, and it is long.
             raise ConfigurationError("; ".join(problems)) from None
+        except SettingsError as error:
+            # Of a value that is written as JSON. Its text names the field, and the one behind it quotes the value.
+            field = re.search(r'field "(\w+)"', str(error))
+            raise ConfigurationError(self._problem([field[1]] if field else [], "is not valid JSON")) from None
 
     @classmethod
     def _problem(cls, where: list[str], what: str) -> str:
         if not where:
             return f"{cls.__name__}: {what}"
-        variable = f"{cls.model_config.get('env_prefix', '')}{'_'.join(where)}".upper()
+        variable = f"{cls.model_config.get('env_prefix', '')}{where[0]}".upper()
         return f"{'.'.join(where)} ({variable}): {what}"
 
     @classmethod
@@ -123,6 +127,18 @@ class CoreSettings(Settings):
         return self.require_dsn()
 
 
+class RouteSettings(BaseModel):
+    """Where events of a kind go as dispatch jobs: one value of OUTBOX_ROUTES."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    relay: str
+    operation: str
+    ttl_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    max_attempts: int = Field(default=1, ge=1)
+    headers: dict[str, str | list[str]] = Field(default_factory=dict)
+
+
 class OutboxSettings(Settings):
     """What draining the outbox needs."""
 
@@ -141,6 +157,11 @@ class OutboxSettings(Settings):
         le=86400,
         allow_inf_nan=False,
         description="between two looks for events, beside the wake-ups; 0 = off: no task, connection or statement",
+    )
+    routes: dict[str, RouteSettings] = Field(
+        default={},
+        description="kind -> where its events go as dispatch jobs: "
+        '`{"order.placed": {"relay": "erp-emea", "operation": "PostOrder", "ttl_seconds": 3600, "max_attempts": 3}}`',
     )
     batch_size: int = Field(default=100, ge=1, le=10_000, description="events claimed at once, at most")
     max_batch_bytes: int = Field(default=8 * MIB, ge=0, le=512 * MIB, description="what their payloads come to, about")

@@ -21,7 +21,7 @@ from relay_sdk.settings import RelaySettings
 PAGE: Final = Path(__file__).with_name("settings.md")
 CLASSES: Final[tuple[type[Settings], ...]] = (CoreSettings, GatewaySettings, RelaySettings, OutboxSettings)
 
-UNITS: Final = {"_seconds": "s", "_sec": "s", "_bytes": "bytes", "dsn": "URL", "_name": "text"}
+UNITS: Final = {"_seconds": "s", "_sec": "s", "_bytes": "bytes", "dsn": "URL", "_name": "text", "routes": "JSON"}
 """By the end of a name; a number without such an end is a count."""
 
 MULTIPLES: Final = {"s": ((86400, "days"),), "bytes": ((1024 * 1024, "MiB"), (1024, "KiB"))}

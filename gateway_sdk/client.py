@@ -11,14 +11,12 @@ sweeper    tidies
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
-import anyio.abc
 
 from dispatch_core.database import Connection, Database
 from dispatch_core.doorbell import Doorbell
@@ -34,6 +32,7 @@ from gateway_sdk.lanes import Lanes, bounded
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.sweeper import Sweeper
+from gateway_sdk.tasks import Tasks
 from gateway_sdk.tenant import TenantClient
 from gateway_sdk.waiter import ResultWaiter
 
@@ -123,7 +122,7 @@ class GatewayClient:
         async with AsyncExitStack() as stack:
             database = await stack.enter_async_context(self._database())
             await bounded(database, self._settings.core.command_timeout_seconds, _check)
-            tasks = await stack.enter_async_context(_Tasks())
+            tasks = await stack.enter_async_context(Tasks())
             runtime = self._assemble(database, tasks)
             stack.push_async_exit(partial(self._wind_down, runtime))
             tasks.on_failure = partial(_failed, runtime)
@@ -182,7 +181,7 @@ class GatewayClient:
             max_channels=max(1, self._settings.max_channels),
         )
 
-    def _assemble(self, database: Database, tasks: _Tasks) -> Runtime:
+    def _assemble(self, database: Database, tasks: Tasks) -> Runtime:
         settings, counters, listener = self._settings, GatewayCounters(), self._listener()
         doorbell = Doorbell(*([listener] if listener is not None else []), database)
         lanes = Lanes(database, doorbell, settings, counters, tasks.start_soon)
@@ -226,49 +225,3 @@ def _failed(runtime: Runtime, error: BaseException) -> None:
         runtime.is_closed = True
         runtime.lanes.stop()
         runtime.waiter.close(runtime.closed_error)
-
-
-class _Tasks:
-    """A task group that ends with its block, raises a single fault as itself, and does not wrap the block's own."""
-
-    def __init__(self) -> None:
-        self._group = anyio.create_task_group()
-        self.on_failure: Callable[[BaseException], None] = lambda _error: None
-
-    def start_soon(self, run: Callable[[], Awaitable[Any]]) -> None:
-        self._group.start_soon(self._guard, run)
-
-    async def start(self, run: Callable[..., Awaitable[Any]]) -> None:
-        await self._group.start(self._guard_start, run)
-
-    async def _guard(self, run: Callable[[], Awaitable[Any]]) -> None:
-        try:
-            await run()
-        except Exception as error:
-            self.on_failure(error)
-            raise
-
-    async def _guard_start(
-        self, run: Callable[..., Awaitable[Any]], *, task_status: anyio.abc.TaskStatus[None]
-    ) -> None:
-        await self._guard(partial(run, task_status=task_status))
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        try:
-            if error is None or isinstance(error, Exception):
-                self._group.cancel_scope.cancel()
-                # Not told of the block's error, the group does not wrap it; it goes on by itself.
-                await self._group.__aexit__(None, None, None)
-                return None
-            # A cancellation: the group's own, after a fault of a task, or somebody else's.
-            return await self._group.__aexit__(kind, error, traceback)
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from group.exceptions[0].__cause__
-            raise
