@@ -34,6 +34,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal, TypeAlias
 
@@ -118,6 +119,7 @@ class Listener:
         self._callbacks: dict[str, list[Callable[[str], None]]] = {}
         self._catch_up_callbacks: list[Callable[[], None]] = []
         self._state_callbacks: list[Callable[[ListenerState], None]] = []
+        self._round_trip_callbacks: list[Callable[[float], None]] = []
 
         self._conn: ListeningConnection | None = None
         self._lock = anyio.Lock()
@@ -188,6 +190,10 @@ class Listener:
     def on_state_change(self, callback: Callable[[ListenerState], None]) -> None:
         """Call `callback(state)` at each change of `state`."""
         self._state_callbacks.append(callback)
+
+    def on_round_trip(self, callback: Callable[[float], None]) -> None:
+        """Call `callback(seconds)` with the time that each proof has taken: a statement that reads nothing."""
+        self._round_trip_callbacks.append(callback)
 
     async def execute(self, sql: str, *args: object) -> list[Any]:
         """Run one statement on the listening connection, in turn with its own; returns the rows.
@@ -312,10 +318,13 @@ class Listener:
         async with self._lock:
             # Whoever took one channel away took them all: a pooler's reset does.
             channel = next(iter(self._active), None)
+            sent_at = time.monotonic()
             with mapped_errors():
                 row = await conn.fetchrow(_PROBE_SQL, channel)
+            took = time.monotonic() - sent_at
         if row is None or row["pid"] != self.backend_pid or not row["listening"]:
             raise _PoolerFound  # another session answers now
+        self._call(self._round_trip_callbacks, took)
 
     async def _prove(self, conn: ListeningConnection) -> None:
         """Find out that the session is ours and hears; raise _PoolerFound where it is not.

@@ -8,15 +8,17 @@ flush is slow, or many ring at once, a ring inside makes every other commit with
 How dear it is shows in the time of the lone statements themselves, those that rang and those that did not: what they
 take beyond a bare round trip is execution, the wait for the lock, and the flush.
 
-    unknown   nothing was measured yet                                 not inside: the first one is only timed
-    cheap     most of the last three: below 2.5 ms beyond it           inside
-    dear      most of them: above it                                   not inside, until they are cheap again
-    backing off   of those that rang inside, several took longer       not inside for 0.25 s, then 0.5, 1, … 64 s
+    unknown       nothing was measured yet                              not inside: the first one is only timed
+    cheap         most of the last three: below 2.5 ms beyond it        inside
+    dear          most of them: above it                                not inside, until they are cheap again
+    backing off   of the last eight that rang inside three were dear    not inside for 0.25 s, then 0.5, 1, … 64 s
 
-One that took long says little: a first flush after a pause, a checkpoint, a processor that slept. It took 1.3 ms in the
-median where each came 50 ms after the one before, and half as much where they came at once; so the limit is well above
-that, and it takes a second dear one to back off. After a pause the first dear one begins the next, until enough in a
-row were cheap; so where flushes are slow, or many ring, it is tried once a minute.
+One that took long says little, and two say little more: a checkpoint, a processor that slept, a disk with something
+else to do. An idle server's flushes took 5 to 15 ms once or twice in a hundred; where two such in three began a pause
+and each further one the next, a relay that was called every 3 ms rang apart for most of its calls, each half a
+millisecond longer. (A lone statement took 1.3 ms in the median where each came 50 ms after the one before, and half as
+much where they came at once; so the limit is well above that.) Where flushes are slow, or many ring, nearly all are
+dear: it takes three rings to find that out, and two once a minute to find that it is still so.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ _LOOKED_AT: Final = 3
 """How many of the last statements say what one takes: the one in the middle (of two, the longer). Not the shortest: a
 slow flush lets those pass soon that come shortly before its end."""
 
-_DEAR: Final = 2
+_RINGS_LOOKED_AT: Final = 8
 _TOLERATED: Final = 2
-"""A dear ring adds two, a cheap one takes one away; with more than that in hand it backs off: two of three."""
+"""So many dear ones among the last eight rings are nothing; behind a pause, one."""
 
 _FIRST_PAUSE: Final = 0.25
 _LAST_PAUSE: Final = 64.0
 
 _FORGIVEN_AFTER: Final = 16
-"""Cheap rings in a row after which the next pause is the first one again."""
+"""Cheap rings since a pause after which the next one is the first one again."""
 
 _FORGET: Final = 1.02
 """By how much the shortest round trip grows at each new one, so that a server that moved away is believed in time."""
@@ -56,16 +58,17 @@ class RingInside:
     A statement is alone where nothing else of this process that rings is under way or waits.
     """
 
-    __slots__ = ("_cheap_rings", "_clock", "_dear", "_last", "_not_before", "_pause", "_round_trip")
+    __slots__ = ("_cheap_rings", "_clock", "_last", "_not_before", "_pause", "_rings", "_round_trip")
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last: deque[float] = deque(maxlen=_LOOKED_AT)
+        # Of the last ones that rang inside, whether each was dear.
+        self._rings: deque[bool] = deque(maxlen=_RINGS_LOOKED_AT)
+        self._cheap_rings = 0
         self._round_trip: float | None = None
         self._not_before = clock()
         self._pause = _FIRST_PAUSE
-        self._cheap_rings = 0
-        self._dear = 0
 
     def allows(self) -> bool:
         """Tell whether a statement that is alone now may ring in its own transaction."""
@@ -79,17 +82,17 @@ class RingInside:
         self._last.append(beyond)
         if not rang:
             return
-        if beyond < _DEAR_SECONDS:
-            self._dear = max(0, self._dear - 1)
+        is_dear = beyond >= _DEAR_SECONDS
+        self._rings.append(is_dear)
+        if not is_dear:
             self._cheap_rings += 1
             if self._cheap_rings >= _FORGIVEN_AFTER:
                 self._pause = _FIRST_PAUSE
             return
-        self._cheap_rings = 0
-        self._dear += _DEAR
-        if self._dear <= _TOLERATED and self._pause == _FIRST_PAUSE:
+        if self._rings.count(True) <= (_TOLERATED if self._pause == _FIRST_PAUSE else _TOLERATED - 1):
             return
-        self._dear = 0
+        self._rings.clear()
+        self._cheap_rings = 0
         self._not_before = self._clock() + self._pause
         self._pause = min(self._pause * 2, _LAST_PAUSE)
 

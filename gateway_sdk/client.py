@@ -185,6 +185,8 @@ class GatewayClient:
         settings, counters, listener = self._settings, GatewayCounters(), self._listener()
         doorbell = Doorbell(*([listener] if listener is not None else []), database)
         lanes = Lanes(database, doorbell, settings, counters, tasks.start_soon)
+        if listener is not None:
+            listener.on_round_trip(lanes.ring_inside.round_trip)
         direct = DirectStatements(database, settings)
         channels = ResultChannels(database, listener, settings, tasks.start_soon)
         waiter = ResultWaiter(lanes, channels, listener, settings, counters)

@@ -149,7 +149,7 @@ class Lanes:
         # Polls never take all connections: what they ask for can wait, and an enqueue cannot.
         # (Fast: without a turn of the event loop where one is free.)
         self._polls = anyio.Semaphore(max(1, database.max_size // 2), fast_acquire=True)
-        self._ring_inside = RingInside()
+        self.ring_inside = RingInside()
         self._enqueues = 0
         self._wakes = Wakes(doorbell)
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
@@ -223,7 +223,7 @@ class Lanes:
         return [answers[item.row.job_id] if item.row.job_id in answers else patience.gave_up() for item in items]
 
     async def _store(self, tenant: str, items: list[EnqueueItem], seconds: float, is_alone: bool) -> list[bool]:
-        rings = is_alone and items[0].notify and self._ring_inside.allows()
+        rings = is_alone and items[0].notify and self.ring_inside.allows()
         until = time.monotonic() + seconds
         async with self._database.connection(seconds) as conn:
             sent_at = time.monotonic()
@@ -232,7 +232,7 @@ class Lanes:
             )
         took = time.monotonic() - sent_at
         if is_alone:
-            self._ring_inside.took(took, rings)
+            self.ring_inside.took(took, rings)
         self._counters.enqueued += len(items)
         self._counters.enqueue_statements += 1
         # A row that was there already comes from a try whose reply was lost, and which may not have rung.
@@ -275,7 +275,7 @@ class Lanes:
                     raise
             await anyio.sleep(pause)
         if len(job_ids) == 1:
-            self._ring_inside.round_trip(time.monotonic() - sent_at)
+            self.ring_inside.round_trip(time.monotonic() - sent_at)
         self._counters.polled += len(job_ids) - len(left)
         self._counters.poll_statements += 1
         # Not asked for here: each page is answered when it is there, and has a statement and a timeout of its own.

@@ -49,6 +49,7 @@ class Connections:
                 command_timeout=self._patience,
                 application_name=core.application_name,
             )
+        self.ring_inside = RingInside()
         self.listener: Listener | None = None
         if pool is None or core.dsn is not None or core.listen_dsn is not None:
             self.listener = Listener(
@@ -60,9 +61,9 @@ class Connections:
                 probe_timeout_seconds=core.probe_timeout_seconds,
                 backoff_cap=core.reconnect_cap_seconds,
             )
+            self.listener.on_round_trip(self.ring_inside.round_trip)
         transports = (self.database,) if self.listener is None else (self.listener, self.database)
         self.doorbell = Doorbell(*transports)
-        self.ring_inside = RingInside()
         self._stack = AsyncExitStack()
         self._users = 0
 

@@ -285,6 +285,15 @@ async def test_statements_take_their_turn_with_its_own(database: TestDatabase) -
         assert listener.connects == 1
 
 
+async def test_each_proof_tells_how_long_its_round_trip_took(database: TestDatabase) -> None:
+    listener = Listener(database.worker_dsn, **QUICK)
+    took: list[float] = []
+    listener.on_round_trip(took.append)
+    async with running(listener):
+        await eventually(lambda: len(took) >= 2)
+    assert all(0 < seconds < QUICK["probe_timeout_seconds"] for seconds in took)
+
+
 async def test_a_statement_that_postgresql_refuses_costs_no_connection(database: TestDatabase) -> None:
     listener = Listener(database.worker_dsn, **QUICK)
     async with running(listener):

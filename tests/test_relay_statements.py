@@ -11,7 +11,8 @@ import pytest
 
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.ring_inside import RingInside
-from relay_sdk import DispatchJob, Reply
+from dispatch_core.settings import CoreSettings
+from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.relays import Jobs, new_relay, running
@@ -117,6 +118,21 @@ async def test_a_lone_completion_rings_in_its_own_statement_where_that_is_cheap(
     assert took == [allowed]
     assert [name for name, _ in sent] == ["claim", "complete"] + ([] if allowed else ["ring"])
     assert sent[1][1][-1] is allowed
+
+
+async def test_a_relay_learns_the_bare_round_trip_from_the_proofs_of_its_listening_connection(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(RingInside, "round_trip", lambda self, seconds: told.append(seconds))
+    core = CoreSettings.load(dsn=database.worker_dsn, probe_seconds=0.1)
+    relay = Relay("erp", tenants=["acme"], core=core, settings=RelaySettings(**NEVER))
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None: ...
+
+    async with running(relay):
+        await eventually(lambda: len(told) >= 1)
 
 
 async def test_completions_that_are_not_alone_do_not_ring_inside(

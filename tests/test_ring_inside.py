@@ -47,29 +47,37 @@ def test_a_server_that_became_fast_is_believed_after_a_few_statements() -> None:
     assert ring.allows()
 
 
-def test_one_dear_ring_among_cheap_ones_is_nothing_but_two_of_three_are_a_pause() -> None:
+def test_two_dear_rings_of_eight_are_nothing_but_three_are_a_pause() -> None:
     clock = Clock()
     ring = known_cheap(clock)
     for _ in range(20):
-        for seconds in (CHEAP, CHEAP, DEAR):
+        for seconds in (CHEAP, CHEAP, CHEAP, DEAR):
             ring.took(seconds, True)
             assert ring.allows()
-    ring.took(CHEAP, True)
-    assert ring.allows()
-    ring.took(DEAR, True)
+    for seconds in (CHEAP, CHEAP, DEAR):
+        ring.took(seconds, True)
+    for _ in range(2):
+        ring.took(CHEAP, False)
     assert not ring.allows()
     clock.now += 0.25
-    ring.took(CHEAP, False)
     assert ring.allows()
 
 
-def test_each_dear_ring_doubles_the_pause_up_to_about_a_minute() -> None:
+def test_where_one_flush_of_fifty_is_slow_every_lone_statement_rings_inside() -> None:
+    ring = known_cheap(Clock())
+    for number in range(1, 1001):
+        assert ring.allows()
+        ring.took(DEAR if number % 50 == 0 else CHEAP, True)
+
+
+def test_two_dear_rings_behind_a_pause_double_it_up_to_about_a_minute() -> None:
     clock = Clock()
     ring = known_cheap(clock)
     ring.took(DEAR, True)
     pauses = []
     for _ in range(10):
-        ring.took(DEAR, True)
+        for _ in range(2):
+            ring.took(DEAR, True)
         for _ in range(8):
             ring.took(CHEAP, False)
         since = clock.now
@@ -82,8 +90,8 @@ def test_each_dear_ring_doubles_the_pause_up_to_about_a_minute() -> None:
 def test_a_pause_ends_only_where_statements_are_cheap_by_then() -> None:
     clock = Clock()
     ring = known_cheap(clock)
-    ring.took(DEAR, True)
-    ring.took(DEAR, True)
+    for _ in range(3):
+        ring.took(DEAR, True)
     clock.now += 1.0
     ring.took(DEAR, False)
     assert not ring.allows()
@@ -92,20 +100,20 @@ def test_a_pause_ends_only_where_statements_are_cheap_by_then() -> None:
     assert ring.allows()
 
 
-def test_pauses_are_forgotten_after_cheap_rings_in_a_row() -> None:
+def test_pauses_are_forgotten_after_cheap_rings() -> None:
     clock = Clock()
     ring = known_cheap(clock)
-    for _ in range(5):
+    for _ in range(7):
         ring.took(DEAR, True)
     clock.now += 100.0
     for _ in range(20):
         ring.took(CHEAP, True)
-    ring.took(DEAR, True)
-    ring.took(DEAR, True)
-    assert not ring.allows()
-    clock.now += 0.25
+    for _ in range(3):
+        ring.took(DEAR, True)
     for _ in range(4):
         ring.took(CHEAP, False)
+    assert not ring.allows()
+    clock.now += 0.25
     assert ring.allows()
 
 
