@@ -163,6 +163,7 @@ async def test_a_claim_that_is_too_old_is_taken_back_counts_as_a_failure_and_its
 
 
 @pytest.mark.case("C21")
+@pytest.mark.kind("poison at the head of the line")
 async def test_an_event_that_kills_its_drainer_ends_parked_and_takes_nobody_with_it(
     admin: Connection, gateway: Connection
 ) -> None:
@@ -211,6 +212,7 @@ async def test_a_suspect_event_is_claimed_alone_until_its_claim_is_answered_for(
 
 
 @pytest.mark.invariant("I3")
+@pytest.mark.kind("lock order")
 async def test_a_settling_that_had_to_wait_for_its_row_is_applied(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:
@@ -272,6 +274,7 @@ async def test_an_error_that_postgresql_cannot_store_is_stored_as_far_as_it_can(
     assert len(text.encode()) <= 2000
 
 
+@pytest.mark.kind("poison at the head of the line")
 async def test_poison_at_the_head_never_blocks_the_rest(admin: Connection, gateway: Connection) -> None:
     """Ten that always fail, with an hour's pause, before a thousand good ones, in claims of ten."""
     poison = set(await write(gateway, *(f"poison {n}" for n in range(10))))

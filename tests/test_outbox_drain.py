@@ -77,6 +77,7 @@ async def test_each_event_has_its_own_outcome_and_the_report_counts_them(
 
 
 @pytest.mark.parametrize("batch", [1100, 100])
+@pytest.mark.kind("poison at the head of the line")
 async def test_ten_poison_events_at_the_head_and_all_good_ones_are_delivered_in_the_first_cycle(
     database: TestDatabase, admin: Connection, gateway: Connection, batch: int
 ) -> None:
@@ -198,6 +199,7 @@ async def test_sinks_run_beside_one_another_up_to_the_limit(database: TestDataba
 
 
 @pytest.mark.invariant("I7")
+@pytest.mark.kind("transactions held over the network")
 async def test_while_a_sink_runs_no_connection_lock_or_transaction_is_held(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:

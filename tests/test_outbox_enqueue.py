@@ -112,6 +112,7 @@ async def test_a_transaction_that_is_read_only_is_none_to_write_in(gateway: Conn
 
 @pytest.mark.case("C40")
 @pytest.mark.parametrize("isolation", ["read_committed", "repeatable_read", "serializable"])
+@pytest.mark.kind("somebody else's connection and codecs")
 async def test_whatever_connection_it_is_given_the_event_is_stored_and_the_connection_is_as_it_was(
     database: TestDatabase, admin: Connection, isolation: Any
 ) -> None:
@@ -154,6 +155,7 @@ async def test_whatever_connection_it_is_given_the_event_is_stored_and_the_conne
     assert rows[0]["delay"].total_seconds() == 0.5
 
 
+@pytest.mark.kind("somebody else's connection and codecs")
 async def test_a_pools_connection_and_a_tenant_bound_on_it_will_do(database: TestDatabase, admin: Connection) -> None:
     async with (
         asyncpg.create_pool(database.gateway_dsn, min_size=1, max_size=1) as pool,

@@ -80,6 +80,7 @@ async def _deadlocks(admin: Connection) -> int:
     return count
 
 
+@pytest.mark.kind("lock order")
 async def test_every_mix_of_verbs_over_the_same_events_in_any_order_never_deadlocks(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:

@@ -149,6 +149,7 @@ async def test_the_search_for_lost_turns_gives_each_tenant_its_share(gateway: Co
     assert groups.look_behind == {"b": "k9"}
 
 
+@pytest.mark.kind("lock order")
 async def test_a_claim_leaves_a_follower_alone_whose_leader_is_being_settled_at_this_moment(
     database: TestDatabase, gateway: Connection, admin: Connection
 ) -> None:
@@ -169,6 +170,7 @@ async def test_a_claim_leaves_a_follower_alone_whose_leader_is_being_settled_at_
     assert [event.payload for event in await take(gateway)] == ['"2"']
 
 
+@pytest.mark.kind("lock order")
 async def test_whoever_ends_a_leader_waits_for_a_claim_that_makes_a_follower_wait_and_then_sees_it(
     database: TestDatabase, gateway: Connection, admin: Connection
 ) -> None:
