@@ -99,10 +99,12 @@ class Listener:
         backoff_cap: float = 10.0,
         polling_only_retry_seconds: float = 300.0,
         max_channels: int = MAX_CHANNELS,
+        dsn_setting: str = "RELAY_DISPATCH_LISTEN_DSN",
     ) -> None:
         """Take a DSN that leads to PostgreSQL itself, and `name`, which is added to what pg_stat_activity shows.
 
-        All times are seconds. A lost connection is noticed within ``probe_seconds + probe_timeout_seconds``.
+        `dsn_setting` is where a person sets that DSN. All times are seconds. A lost connection is noticed within
+        ``probe_seconds + probe_timeout_seconds``.
         """
         self._dsn = dsn
         self._connect_timeout = connect_timeout
@@ -111,6 +113,7 @@ class Listener:
         self._backoff = Backoff(backoff_base, backoff_cap)
         self._pooler_retry = polling_only_retry_seconds
         self._max_channels = max_channels
+        self._dsn_setting = dsn_setting
         # The random part tells this listener's sessions from any other's, so that only its own leftovers are ended.
         token = secrets.token_hex(4)
         self.application_name: str = f"{application_name} listener {token} {name}".strip()[:MAX_NAME_BYTES]
@@ -440,7 +443,8 @@ class Listener:
             logger.warning(
                 "notifications do not arrive on the listening connection: a transaction pooler stands before "
                 "PostgreSQL. Polling only, so wake-ups take up to the poll interval; "
-                "set RELAY_DISPATCH_LISTEN_DSN to a direct address of the server"
+                "set %s to a direct address of the server",
+                self._dsn_setting,
             )
         elif state == "listening" and before != "connecting":
             logger.info("listening again")

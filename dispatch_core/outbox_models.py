@@ -5,14 +5,15 @@ Those that there are one of for each event are not frozen, which would double wh
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from uuid import UUID
 
 __all__ = [
     "Batch",
+    "BatchSink",
     "ClaimedEvent",
     "ClaimedEvents",
     "DrainReport",
@@ -59,6 +60,17 @@ class OutboxEvent:
 
 Sink: TypeAlias = Callable[[OutboxEvent], Awaitable[object]]
 """Delivers one event: returns when that is done; raises where it was not."""
+
+
+@runtime_checkable
+class BatchSink(Protocol):
+    """A sink that takes the events of a batch together: one call in place of one for each."""
+
+    async def __call__(self, event: OutboxEvent, /) -> object: ...
+
+    async def deliver_many(self, events: Sequence[OutboxEvent], /) -> Sequence[Exception | None]:
+        """Deliver events; for each, None where that is done, or what `__call__` would raise."""
+        ...
 
 
 class OutboxPark(Exception):  # noqa: N818  (a sink's answer, not a fault)

@@ -29,6 +29,8 @@ from gateway_sdk.channels import ResultChannels
 from gateway_sdk.direct import DirectStatements
 from gateway_sdk.health import GatewayCounters, GatewayHealth
 from gateway_sdk.lanes import Lanes, bounded
+from gateway_sdk.outbox import OutboxDrainer
+from gateway_sdk.outbox_sinks import outbox_of
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.sweeper import Sweeper
@@ -48,6 +50,9 @@ class GatewayClient:
     pushed only if there is a DSN for the listening connection too (`listen_dsn`, or the settings'); else they are
     polled. With nothing, the environment is read: RELAY_DISPATCH_DSN.
 
+    `outbox`: a drainer that is to live with the client, where OUTBOX_DRAIN_INTERVAL_SEC is above 0. Without one it is
+    made of the settings, with OUTBOX_ROUTES for its sink.
+
     Any task may use it while it is open. It must be closed by the task that opened it. If one of its background tasks
     fails, which nothing foreseen makes it do, the block is cancelled, calls under way end with ClientClosedError, and
     the cause is raised at the end of the block.
@@ -60,6 +65,7 @@ class GatewayClient:
         listen_dsn: str | None = None,
         settings: GatewaySettings | None = None,
         pool: Any = None,
+        outbox: OutboxDrainer | None = None,
     ) -> None:
         if dsn is not None and pool is not None:
             raise ConfigurationError("give dsn= or pool=, not both; for notifications beside a pool, listen_dsn=")
@@ -69,28 +75,38 @@ class GatewayClient:
         self._runtime: Runtime | None = None
         if pool is None:
             self._settings.core.require_dsn()
+        self._outbox = outbox_of(self, outbox)
 
     @property
     def settings(self) -> GatewaySettings:
         return self._settings
+
+    @property
+    def outbox(self) -> OutboxDrainer | None:
+        """The outbox drainer that lives with the client; None where none was given and the settings ask for none."""
+        return self._outbox
+
+    @property
+    def runtime(self) -> Runtime:
+        """The pieces of the open client, for other parts of this package. Raises: ClientClosedError."""
+        if self._runtime is None:
+            raise ClientClosedError("the client is not open: use `async with`")
+        return self._runtime
 
     def tenant(self, tenant_id: str) -> TenantClient:
         """Return the verbs for one tenant: cheap, kept nowhere.
 
         Raises: TenancyUnboundError for no tenant or ''; InvalidNameError; ClientClosedError before the client is open.
         """
-        if self._runtime is None:
-            raise ClientClosedError("the client is not open: use `async with`")
-        return TenantClient(self._runtime, tenant_id)
+        return TenantClient(self.runtime, tenant_id)
 
     def health(self) -> GatewayHealth:
         """Return what the client has counted and whether results are pushed. Costs nothing; asks nobody.
 
         Raises: ClientClosedError before the client is open.
         """
-        if self._runtime is None:
-            raise ClientClosedError("the client is not open: use `async with`")
-        runtime, listener = self._runtime, self._runtime.listener
+        runtime = self.runtime
+        listener = runtime.listener
         counters = runtime.counters
         problem = None if listener is None or listener.last_error is None else str(listener.last_error)
         return GatewayHealth(
@@ -133,6 +149,11 @@ class GatewayClient:
             if self._settings.sweep_interval_seconds > 0:
                 tasks.start_soon(Sweeper(database, runtime.doorbell, self._settings).run)
             self._runtime = runtime
+            if self._outbox is not None and self._outbox.is_on:
+                # The last to begin and the first to end: its sinks may need all the rest.
+                self._outbox.live_in(database, runtime.listener, self._settings.core)
+                stack.push_async_callback(self._outbox.stop)
+                await tasks.start(self._outbox.run)
             self._stack = stack.pop_all()
         return self
 

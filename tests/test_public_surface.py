@@ -62,10 +62,13 @@ SURFACE = {
     "gateway_sdk": [
         "DispatchRequest",
         "DispatchResult",
+        "DispatchSink",
         "DispatchStatus",
         "GatewayClient",
         "GatewayHealth",
         "GatewaySettings",
+        "OutboxDrainer",
+        "OutboxRoute",
         "TenantClient",
     ],
     "relay_sdk": [
