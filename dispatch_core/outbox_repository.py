@@ -39,7 +39,15 @@ _PURGE: Final = "select relay.outbox_purge($1, $2, $3, $4, $5)"
 _LIST: Final = "select * from relay.outbox_list($1, $2, $3, $4, $5, $6, $7, $8)"
 _COUNT: Final = "select relay.outbox_count($1, $2, $3, $4, $5, $6, $7)"
 _SHOW: Final = "select * from relay.outbox_show($1, $2)"
+_LOCATE: Final = (
+    "select t.tenant_id, s.event_id, s.state from unnest($1::text[]) as t (tenant_id)"
+    " cross join unnest($2::uuid[]) as e (event_id) cross join lateral relay.outbox_show(t.tenant_id, e.event_id) as s"
+)
 _STATUS: Final = "select * from relay.outbox_status($1, $2)"
+_HEALTH: Final = (
+    "select t.tenant_id, h.* from unnest($1::text[]) as t (tenant_id)"
+    " cross join lateral relay.outbox_health(t.tenant_id, $2) as h"
+)
 _TENANTS: Final = "select tenant_id from relay.outbox_tenants() order by 1"
 _CHANNEL: Final = "select relay.channel($1, $2)"
 
@@ -255,10 +263,20 @@ class OutboxRepository:
         rows = await self._fetch(_SHOW, _tenant(tenant), event_id)
         return dict(rows[0]) if rows else None
 
+    async def locate(self, tenants: Sequence[str], event_ids: Sequence[UUID]) -> list[tuple[str, UUID, str]]:
+        """Return which of the tenants has which of the events, and in what state it is."""
+        rows = await self._fetch(_LOCATE, [_tenant(tenant) for tenant in tenants], list(event_ids))
+        return [(tenant, event_id, state) for tenant, event_id, state in rows]
+
     async def status(self, tenant: str, *, stale_seconds: float = 300.0) -> list[dict[str, Any]]:
         """Count the events of a tenant by kind: due, later, waiting, claimed (and of those the stale), parked; with the
         greatest ages, and the most attempts of one that is not parked."""
         return [dict(row) for row in await self._fetch(_STATUS, _tenant(tenant), timedelta(seconds=stale_seconds))]
+
+    async def health(self, tenants: Sequence[str], *, stale_seconds: float = 300.0) -> list[dict[str, Any]]:
+        """Tell what is amiss with the events of each tenant; however many there are, it costs next to nothing."""
+        names = [_tenant(tenant) for tenant in tenants]
+        return [dict(row) for row in await self._fetch(_HEALTH, names, timedelta(seconds=stale_seconds))]
 
     @staticmethod
     def _applied(event_ids: Sequence[UUID], rows: Sequence[Any]) -> set[UUID]:

@@ -313,6 +313,21 @@ CREATE FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notif
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notify boolean) OWNER TO relay_api;
 
+CREATE FUNCTION relay.outbox_health(p_tenant text, p_stale interval DEFAULT '00:05:00'::interval) RETURNS TABLE(parked bigint, parked_kinds text[], parked_for interval, claimed bigint, stale bigint, claimed_for interval, due_kinds text[], due_for interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.outbox_health(p_tenant text, p_stale interval) OWNER TO relay_api;
+
 CREATE FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) RETURNS void
     LANGUAGE plpgsql
     SET enable_indexscan TO 'off'
@@ -1076,6 +1091,10 @@ GRANT ALL ON FUNCTION relay.outbox_enqueue(p_kind text, p_payload jsonb, p_key t
 
 REVOKE ALL ON FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notify boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.outbox_enqueue_many(p_tenant text, p_events jsonb, p_notify boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.outbox_health(p_tenant text, p_stale interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.outbox_health(p_tenant text, p_stale interval) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.outbox_health(p_tenant text, p_stale interval) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.outbox_hold(p_tenant text, p_rows tid[]) FROM PUBLIC;
 

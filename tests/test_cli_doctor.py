@@ -13,9 +13,12 @@ import pytest
 from dispatch_core.cli.checks import examine, server
 from dispatch_core.cli.checks.finding import Finding
 from dispatch_core.migrate import grant, migrate
+from dispatch_core.outbox import Outbox
 from tests.support.cli import Ended, run_cli, spawn_cli
 from tests.support.databases import TestDatabase
+from tests.support.outbox import Recorder, make_stale, take, tell, write
 from tests.support.pooler import FakePooler
+from tests.support.protocol import OUTBOX
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
@@ -52,8 +55,8 @@ async def test_doctor_finds_nothing_wrong_with_a_plain_login(database: TestDatab
     findings = await examine(getattr(database, f"{kind}_dsn"))
     assert set(verdicts(findings).values()) == {"pass"}
     assert list(verdicts(findings)) == [
-        "reach", "version", "pooler", "statements", "listen", "clock", "schema", "row security", "rights", "listeners",
-        "transactions",
+        "reach", "version", "pooler", "statements", "listen", "clock", "schema", "row security", "rights", "outbox",
+        "listeners", "transactions",
     ]  # fmt: skip
     assert of(findings, "rights").found.startswith(f"{kind} for every tenant")
     assert 0 < float(str(of(findings, "listen").values["round_trip_ms"])) < 1000
@@ -120,7 +123,7 @@ async def test_doctor_finds_a_missing_schema_and_leaves_out_what_rests_on_it(bar
     findings = await examine(bare_database.admin_dsn)
     assert of(findings, "schema").verdict == "fail"
     assert of(findings, "schema").mend == "relay-dispatch db migrate"
-    assert not {"row security", "rights"} & verdicts(findings).keys()
+    assert not {"row security", "rights", "outbox"} & verdicts(findings).keys()
 
 
 @pytest.mark.case("C05")
@@ -179,6 +182,80 @@ async def test_doctor_finds_many_listeners_and_settings_that_hurt(
     assert of(findings, "listeners").verdict == "warn"
     found = {key for finding in findings if finding.check == "settings" for key in finding.values}
     assert {"synchronous_commit", "default_transaction_isolation"} <= found
+
+
+# --- the outbox -----------------------------------------------------------------------------------------------------
+
+
+async def test_doctor_finds_parked_events_of_every_tenant_and_says_which_kinds(
+    database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    assert "nothing parked, no stale claim; nothing is due" in of(await examine(database.operator_dsn), "outbox").found
+    for tenant in ("acme", "globex"):
+        for kind in ("order.placed", "invoice.sent"):
+            await write(gateway, "x", kind=kind, tenant=tenant)
+            await tell(gateway, await take(gateway, kind=kind, tenant=tenant), "park", error="no")
+    await admin.execute(f"update {OUTBOX} set parked_at = parked_at - interval '3 hours' where tenant_id = 'globex'")
+    for dsn in (database.operator_dsn, database.gateway_dsn):
+        finding = of(await examine(dsn), "outbox")
+        assert finding.verdict == "warn"
+        assert finding.found == "4 events are parked (invoice.sent, order.placed), the oldest for 3.0 h"
+        assert "outbox list --state parked" in str(finding.mend)
+        assert finding.values["parked"] == 4
+    ended = await doctor(database.operator_dsn)
+    assert (ended.code, "4 events are parked" in ended.out) == (0, True)
+
+
+async def test_doctor_finds_claims_that_nobody_answers_for(
+    database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    await write(gateway, "x", "y")
+    await take(gateway)
+    assert of(await examine(database.gateway_dsn), "outbox").verdict == "pass"
+    await make_stale(admin)
+    finding = of(await examine(database.gateway_dsn), "outbox")
+    assert (finding.verdict, finding.values["stale_claims"]) == ("warn", 2)
+    assert finding.found.startswith("2 claims are older than 300 s, the oldest 5 min")
+
+
+async def test_doctor_finds_a_backlog_and_whether_anybody_drains(
+    database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    await write(gateway, "x", kind="order.placed")
+    fresh = of(await examine(database.gateway_dsn), "outbox")
+    assert fresh.verdict == "pass"
+    assert "the oldest event that is due has been so for 0." in fresh.found
+    await admin.execute(f"update {OUTBOX} set available_at = available_at - interval '10 minutes'")
+    alone = of(await examine(database.gateway_dsn), "outbox")
+    assert (alone.verdict, alone.values["drainers_seen"]) == ("warn", 0)
+    assert alone.found.startswith("events have been due for 10 min (order.placed), and nobody seems to drain")
+    assert "OUTBOX_DRAIN_INTERVAL_SEC" in str(alone.mend)
+    # A drainer that has no sink for that kind.
+    async with Outbox(database.gateway_dsn, sinks={"another": Recorder()}):
+        finding = of(await examine(database.gateway_dsn), "outbox")
+    assert (finding.verdict, finding.found.endswith("although somebody drains")) == ("warn", True)
+    assert "a sink for these kinds" in str(finding.mend)
+
+
+async def test_doctor_says_plainly_where_there_is_no_outbox_or_no_right_to_see_it(
+    database: TestDatabase, bare_database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    await write(gateway, "x")
+    worker = of(await examine(database.worker_dsn), "outbox")
+    assert (worker.verdict, worker.found[:14]) == ("pass", "not looked at:")
+    async with role(admin, database) as name:
+        await admin.execute(f"grant relay_operator to {name}")
+        unbound = of(await examine(database.dsn(name)), "outbox")
+        assert unbound.verdict == "pass"
+        await admin.execute("select relay.grant_binding($1, 'operator', 'globex', null)", name)
+        foreign = of(await examine(database.dsn(name)), "outbox")
+        # Of the event of acme it learns nothing.
+        assert (foreign.verdict, foreign.values["due_seconds"]) == ("pass", None)
+    await migrate(bare_database.admin_dsn, only=["dispatch"])
+    await grant(bare_database.admin_dsn, "relay_gateway_login", role="gateway", tenant="acme")
+    absent = of(await examine(bare_database.gateway_dsn), "outbox")
+    assert (absent.verdict, "not installed here" in absent.found) == ("pass", True)
+    assert "db migrate --only outbox" in absent.found
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -272,3 +272,21 @@ async def test_status_tells_ages_attempts_and_claims_that_nobody_answers_for(
     assert timedelta(0) < row["parked_for"] < timedelta(hours=1)
     (row,) = await verbs.status(TENANT, stale_seconds=3000)
     assert row["stale"] == 0
+
+
+async def test_health_tells_what_is_amiss_for_each_tenant(
+    admin: Connection, gateway: Connection, operator: Connection
+) -> None:
+    verbs = OutboxRepository(operator)
+    await write(gateway, "claimed", "given up", "due", kind="a")
+    await write(gateway, "later", delay=60, kind="b")
+    events = await take(gateway, 2, kind="a")
+    await tell(gateway, events[1:], "park", error="no")
+    acme, globex = await verbs.health([TENANT, "globex"])
+    assert (acme["tenant_id"], acme["parked"], acme["parked_kinds"], acme["claimed"]) == (TENANT, 1, ["a"], 1)
+    assert (acme["stale"], acme["due_kinds"]) == (0, ["a"])
+    assert timedelta(0) < acme["due_for"] < timedelta(minutes=1)
+    assert {name: value for name, value in globex.items() if value} == {"tenant_id": "globex"}
+    await make_stale(admin)
+    (acme,) = await verbs.health([TENANT])
+    assert (acme["stale"], acme["claimed_for"] > timedelta(seconds=300)) == (1, True)

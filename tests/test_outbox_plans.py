@@ -170,6 +170,7 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             await run(
                 verbs.list_events(TENANT, key="n", limit=BATCH), {"outbox_pkey", "outbox_key", "outbox_parked"}, 5000
             )
+            await run(verbs.health([TENANT]), {"outbox_parked", "outbox_claimed", "outbox_ready"}, 10_000)
             older = timedelta(minutes=10)
             assert await run(verbs.retry_parked(TENANT, older, limit=BATCH), {"outbox_parked", None}) == BATCH
             await run(verbs.purge(TENANT, timedelta(0), limit=BATCH), {"outbox_parked", None})

@@ -176,6 +176,7 @@ async def test_a_login_has_no_right_but_its_functions(
         "relay.outbox_choose('b', now(), '{}', now(), 1, true)",
         "relay.outbox_restart('b', now(), '{}')",
         "relay.outbox_last('b', 'k')",
+        "relay.outbox_matching('b', null, null, null, null, null, 1)",
     ]
     tables = [
         r[0]
@@ -208,7 +209,7 @@ async def test_a_login_has_no_right_but_its_functions(
             ):
                 with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedObjectError)):
                     await connection.execute(statement)
-    assert len(internal) == 23
+    assert len(internal) == 24
 
 
 async def test_every_internal_function_is_among_those_that_were_tried(admin: Connection) -> None:
@@ -220,7 +221,7 @@ async def test_every_internal_function_is_among_those_that_were_tried(admin: Con
         "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",
         "end_jobs", "return_jobs", "renew_jobs", "ready_jobs", "drop_jobs", "request_digest",
         "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
-        "outbox_choose", "outbox_restart", "outbox_last",
+        "outbox_choose", "outbox_restart", "outbox_last", "outbox_matching",
     }  # fmt: skip
     rows = await admin.fetch("select distinct proname from pg_proc where pronamespace = 'relay'::regnamespace")
     assert {r[0] for r in rows} == callable_by_logins | internal

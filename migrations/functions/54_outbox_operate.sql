@@ -7,6 +7,7 @@
 --   relay.outbox_retry_parked, relay.outbox_purge   parked events by what they have in common, some at a time, the oldest first
 --   relay.outbox_list, relay.outbox_count           the same choice of events, shown and counted
 --   relay.outbox_show, relay.outbox_status          one event whole; how many there are of each kind
+--   relay.outbox_health                             what is amiss, at no cost
 
 -- Guarantees: each event among the inputs that is parked is ready again at once, as if it had never been tried (attempts 0; its
 --   last_error stays); one that is ready but backing off or delayed can be claimed at once. Outcome 'applied', `was` = its
@@ -224,8 +225,8 @@ begin
   end if;
 end $$;
 
--- Guarantees: at most p_limit events of the tenant, the newest first, older than p_before where given; in one state, of one kind, of
---   one key, and at least p_older old where given: since they were parked, if they are parked, else since they were written.
+-- Guarantees: at most p_limit events of the tenant, the newest first, older than p_before where given; in one state, of one kind,
+--   of one key, and at least p_older old where given: since they were parked, if they are parked, else since they were written.
 --   `payload` is the first p_payload characters of it as JSON text; null where it is above 64 KiB, or p_payload is 0.
 --   `payload_bytes` is about its size. Changes nothing, locks nothing.
 -- Errors: S2001, S2002, S2003; S2020 an unknown state.
@@ -334,4 +335,50 @@ begin
          v_now - min(o.parked_at)
   from relay.outbox o where o.tenant_id = v_tenant group by o.kind order by o.kind;
   perform relay.unbind_tenant(v_before);
+end $$;
+
+-- Guarantees: what is amiss with the events of the tenant, found by index probes, however many there are: how many are parked, of
+--   which kinds, and the longest time that one has been so (the oldest 10000 are looked at); whether any is claimed, how many for
+--   longer than p_stale (no further than 10000), and the longest time; the kinds that have something due, and the longest time
+--   that it has been so. Changes nothing, locks nothing.
+-- Errors: S2001, S2002, S2003.
+create or replace function relay.outbox_health(p_tenant text, p_stale interval default interval '300 seconds')
+returns table (
+  parked bigint, parked_kinds text[], parked_for interval, claimed bigint, stale bigint, claimed_for interval, due_kinds text[],
+  due_for interval)
+language plpgsql security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+set timezone = 'UTC'
+as $$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_now    timestamptz := clock_timestamp();
+  v_stale  timestamptz := v_now - p_stale;
+begin
+  select count(*), array_agg(distinct p.kind), v_now - min(p.parked_at) into parked, parked_kinds, parked_for
+  from (select o.kind, o.parked_at from relay.outbox o
+        where o.tenant_id = v_tenant and o.state = 'parked' order by o.parked_at limit 10000) p;
+  select count(*), v_now - min(c.claimed_at) into claimed, claimed_for
+  from (select o.claimed_at from relay.outbox o
+        where o.tenant_id = v_tenant and o.state = 'claimed' order by o.claimed_at limit 1) c;
+  select count(*) into stale
+  from (select from relay.outbox o
+        where o.tenant_id = v_tenant and o.state = 'claimed' and o.claimed_at < v_stale order by o.claimed_at limit 10000) c;
+  with recursive names as (
+    (select o.kind from relay.outbox o where o.tenant_id = v_tenant and o.state = 'ready' order by o.kind limit 1)
+    union all
+    select (select o.kind from relay.outbox o
+            where o.tenant_id = v_tenant and o.state = 'ready' and o.kind > k.kind order by o.kind limit 1)
+    from names k where k.kind is not null)
+  select array_agg(k.kind order by f.available_at), v_now - min(f.available_at) into due_kinds, due_for
+  from names k
+  cross join lateral (
+    select o.available_at from relay.outbox o
+    where o.tenant_id = v_tenant and o.kind = k.kind and o.state = 'ready' order by o.available_at limit 1) f
+  where f.available_at <= v_now;
+  perform relay.unbind_tenant(v_before);
+  return next;
 end $$;

@@ -17,5 +17,5 @@ grant execute on function
   relay.outbox_retry_parked(text, interval, bigint, text, text), relay.outbox_purge(text, interval, bigint, text, text),
   relay.outbox_list(text, text, text, bigint, uuid, text, interval, bigint),
   relay.outbox_count(text, text, text, text, interval, uuid, bigint),
-  relay.outbox_show(text, uuid), relay.outbox_status(text, interval)
+  relay.outbox_show(text, uuid), relay.outbox_status(text, interval), relay.outbox_health(text, interval)
 to relay_gateway, relay_operator;

@@ -68,12 +68,14 @@ def verbs(tenant: str | None, relay: str | None, job_id: UUID) -> dict[str, tupl
         "outbox_count": ("relay.outbox_count($1)", [tenant]),
         "outbox_show": ("relay.outbox_show($1, $2)", [tenant, job_id]),
         "outbox_status": ("relay.outbox_status($1)", [tenant]),
+        "outbox_health": ("relay.outbox_health($1)", [tenant]),
     }
 
 
 OPERATOR_VERBS: Verbs = (
     "poll", "list_jobs", "backlog", "mark_expired", "purge", "outbox_retry", "outbox_park",
     "outbox_retry_parked", "outbox_purge", "outbox_list", "outbox_count", "outbox_show", "outbox_status",
+    "outbox_health",
 )  # fmt: skip
 GATEWAY_VERBS: Verbs = (
     "enqueue", "enqueue_keyed", "outbox_enqueue", "outbox_enqueue_many", "outbox_due", "outbox_claim", "outbox_unclaim",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable
 
-from dispatch_core.cli.checks import login, server, way
+from dispatch_core.cli.checks import login, outbox, server, way
 from dispatch_core.cli.checks.finding import Finding, Verdict, connection
 from dispatch_core.errors import RelayDispatchError
 
@@ -38,11 +38,12 @@ async def examine(dsn: str, listen_dsn: str | None = None, *, timeout: float = 5
         await add("listen", way.listen(listen_dsn or dsn, timeout))
         await add("clock", way.clock(conn))
         await add("schema", login.schema(dsn))
-        if findings[-1].verdict != "fail":  # else there is nothing that the next two could read
+        if findings[-1].verdict != "fail":  # else there is nothing that the next three could read
             rooms = findings[-1].values.get("rooms")
             installed = [str(room) for room in rooms] if isinstance(rooms, list) else []
             await add("row security", login.row_security(conn, installed))
             await add("rights", login.rights(conn, installed))
+            await add("outbox", outbox.events(conn, installed))
         await add("listeners", server.listeners(conn))
         await add("transactions", server.transactions(conn))
         await add("settings", server.settings(conn))

@@ -25,7 +25,7 @@ VERBS: Final[Mapping[str | None, Mapping[str, Sequence[str]]]] = {
     "outbox": {
         "gateway": ("outbox_enqueue", "outbox_enqueue_many", "outbox_due", "outbox_claim", "outbox_settle"),
         "operator": (
-            *("outbox_status", "outbox_list", "outbox_count", "outbox_show"),
+            *("outbox_status", "outbox_health", "outbox_list", "outbox_count", "outbox_show"),
             *("outbox_retry", "outbox_retry_parked", "outbox_park", "outbox_purge"),
         ),
     },
