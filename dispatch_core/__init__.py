@@ -54,7 +54,15 @@ from dispatch_core.models import (
     Settled,
     WriteOutcome,
 )
-from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxMessage, OutboxPark, OutboxSettings
+from dispatch_core.outbox import (
+    DrainReport,
+    Outbox,
+    OutboxEvent,
+    OutboxMessage,
+    OutboxPark,
+    OutboxRetry,
+    OutboxSettings,
+)
 from dispatch_core.tenancy import DISPATCH_TENANT_SCOPE_SQL
 
 __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
@@ -75,6 +83,7 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "OutboxEvent",
     "OutboxMessage",
     "OutboxPark",
+    "OutboxRetry",
     "OutboxSettings",
     "PutBack",
     "Settled",

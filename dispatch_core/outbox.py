@@ -31,11 +31,13 @@ from dispatch_core.outbox_delivery import Delivery
 from dispatch_core.outbox_groups import Groups, LaneOf
 from dispatch_core.outbox_models import (
     Batch,
+    BatchSink,
     ClaimedEvents,
     DrainReport,
     OutboxEvent,
     OutboxMessage,
     OutboxPark,
+    OutboxRetry,
     SettledEvent,
     Sink,
     Verdict,
@@ -45,7 +47,17 @@ from dispatch_core.outbox_write import MAX_PAYLOAD_BYTES, WritingConnection, wri
 from dispatch_core.settings import OutboxSettings
 from dispatch_core.tenancy import warn_if_bypassing
 
-__all__ = ["DrainReport", "Outbox", "OutboxEvent", "OutboxMessage", "OutboxPark", "OutboxSettings", "Sink"]
+__all__ = [
+    "BatchSink",
+    "DrainReport",
+    "Outbox",
+    "OutboxEvent",
+    "OutboxMessage",
+    "OutboxPark",
+    "OutboxRetry",
+    "OutboxSettings",
+    "Sink",
+]
 
 _LOOK_AT_KEYS: Final = 200
 """For lost turns, in one search for work."""

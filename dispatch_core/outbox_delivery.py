@@ -4,11 +4,15 @@ Nothing here touches the database: no connection, lock or transaction is held wh
 
     returned                        delivered
     raised OutboxPark               park
+    raised OutboxRetry              failed, with its text; not again before its delay
     raised anything else            failed, with its text
     took too long                   failed, S2R-SINK-TIMEOUT
     raised CancelledError itself    failed, S2R-SINK-CANCELLED
     not begun in time, or cut off because the drain was cancelled or a sink raised SystemExit or KeyboardInterrupt
                                     release: nothing is counted
+
+A sink that takes events together (`BatchSink`) is called once for all of its own in a batch; each of its answers counts
+as if it had been returned or raised for that event alone.
 """
 
 from __future__ import annotations
@@ -16,21 +20,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final
+from itertools import zip_longest
+from typing import Any, Final
 
 import anyio
 from anyio.abc import TaskGroup
 
 from dispatch_core import codec
 from dispatch_core.backoff import full_jitter
-from dispatch_core.outbox_models import ClaimedEvent, OutboxEvent, OutboxPark, Sink, Verdict
+from dispatch_core.outbox_models import ClaimedEvent, OutboxEvent, OutboxPark, OutboxRetry, Sink, Verdict
 
 __all__ = ["Delivery"]
 
 _MAX_REASON_BYTES: Final = 2000
+_MAX_DELAY_SECONDS: Final = 86400.0
 
 _RELEASED: Final = Verdict("release")
 _DELIVERED: Final = Verdict("delivered")
@@ -61,7 +68,8 @@ class Delivery:
         self._backoff_base = backoff_base
         self._backoff_cap = backoff_cap
         self._verdicts: list[Verdict] = [_RELEASED] * len(events)
-        self._next = iter(range(len(events)))
+        self._portions = _portions(events, sink_of)
+        self._next = iter(self._portions)
         self._workers = 1
         self._starting = False
         self._clock = time.monotonic
@@ -110,13 +118,13 @@ class Delivery:
         task = asyncio.current_task()
         assert task is not None
         cancelled_before = task.cancelling()
-        last = len(self.events) - 1
+        last = self._portions[-1]
         # One iterator for all workers: each event is taken by one of them.
-        for place in self._next:
+        for portion in self._next:
             now = self._clock()
             if self.fatal is not None or now >= self._begin_until:
                 return
-            if not self._starting and self._workers < self._concurrency and place < last:
+            if not self._starting and self._workers < self._concurrency and portion is not last:
                 # Started now, it runs as soon as the sink below waits for something; most batches of quick sinks need
                 # no second worker, and a task costs more than such a delivery.
                 self._starting = True
@@ -124,7 +132,10 @@ class Delivery:
                 group.start_soon(self._join, group)
             self._since[task] = now
             try:
-                verdict = await self._deliver(self.events[place], task, cancelled_before)
+                if isinstance(portion, int):
+                    self._verdicts[portion] = await self._deliver(self.events[portion], task, cancelled_before)
+                else:
+                    await self._deliver_together(portion, task, cancelled_before)
             except (SystemExit, KeyboardInterrupt) as error:
                 # Let out of a task, it would end the event loop at once, and with it the settling of the others.
                 self.fatal = error
@@ -132,47 +143,121 @@ class Delivery:
                 return
             finally:
                 del self._since[task]
-            self._verdicts[place] = verdict
-
-    @property
-    def _too_late(self) -> str:
-        return f"S2R-SINK-TIMEOUT: its sink did not answer within {self._timeout:g} s"
 
     async def _deliver(self, claimed: ClaimedEvent, task: asyncio.Task[object], cancelled_before: int) -> Verdict:
         late = False
         try:
-            event = OutboxEvent(
-                claimed.event_id,
-                claimed.tenant_id,
-                claimed.kind,
-                claimed.key,
-                codec.decode_payload(claimed.payload),
-                claimed.created_at,
-                claimed.attempts,
-            )
+            event = _event(claimed)
             try:
                 await self._sink_of(claimed.kind)(event)
             finally:
-                late = task in self._late
-                if late:
-                    # It was cancelled by `_watch`, and no longer is; whatever it made of that counts, as it ended.
-                    self._late.discard(task)
-                    task.uncancel()
-            return _DELIVERED
-        except OutboxPark as park:
-            reason = codec.sanitize(park, _MAX_REASON_BYTES)
+                late = self._was_late(task)
+        except BaseException as error:  # noqa: BLE001  whatever a sink raises, it hurts its own event alone
+            return self._verdict(claimed, self._answer(error, late, task, cancelled_before))
+        return _DELIVERED
+
+    async def _deliver_together(self, places: Sequence[int], task: asyncio.Task[object], cancelled_before: int) -> None:
+        given: list[int] = []
+        events: list[OutboxEvent] = []
+        for place in places:
+            try:
+                events.append(_event(self.events[place]))
+                given.append(place)
+            except Exception as error:  # noqa: BLE001  a payload that cannot be read hurts its own event alone
+                self._verdicts[place] = self._verdict(self.events[place], error)
+        sink: Any = self._sink_of(self.events[places[0]].kind)
+        late = False
+        answers: Sequence[BaseException | None]
+        try:
+            try:
+                answers = await sink.deliver_many(events)
+            finally:
+                late = self._was_late(task)
+            if len(answers) != len(events):
+                raise ValueError(f"its sink has answered for {len(answers)} of {len(events)} events")
+        except BaseException as error:  # noqa: BLE001  as above
+            answers = [self._answer(error, late, task, cancelled_before)] * len(events)
+        for place, answer in zip(given, answers, strict=True):
+            self._verdicts[place] = _DELIVERED if answer is None else self._verdict(self.events[place], answer)
+
+    def _was_late(self, task: asyncio.Task[object]) -> bool:
+        """Tell whether the task was cancelled by `_watch`; it no longer is then, and how its sink ended counts."""
+        if task not in self._late:
+            return False
+        self._late.discard(task)
+        task.uncancel()
+        return True
+
+    def _answer(
+        self, error: BaseException, late: bool, task: asyncio.Task[object], cancelled_before: int
+    ) -> BaseException:
+        """Return what a sink's error comes to; raise it where it is not the sink's alone."""
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            raise error
+        if isinstance(error, asyncio.CancelledError):
+            if task.cancelling() > cancelled_before or anyio.current_effective_deadline() == -math.inf:
+                raise error  # the drain itself is cancelled
+            if not late:
+                return _Failure("S2R-SINK-CANCELLED: its sink raised CancelledError by itself")
+        if late and not isinstance(error, OutboxPark):
+            return _Failure(f"S2R-SINK-TIMEOUT: its sink did not answer within {self._timeout:g} s")
+        return error
+
+    def _verdict(self, claimed: ClaimedEvent, error: BaseException) -> Verdict:
+        if isinstance(error, OutboxPark):
+            reason = codec.sanitize(error, _MAX_REASON_BYTES)
             logger.warning("event %s of kind %s is parked by its sink: %s", claimed.event_id, claimed.kind, reason)
             return Verdict("park", reason or "parked by its sink, without a reason")
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except anyio.get_cancelled_exc_class():
-            if task.cancelling() > cancelled_before or anyio.current_effective_deadline() == -math.inf:
-                raise  # the drain itself is cancelled
-            reason = self._too_late if late else "S2R-SINK-CANCELLED: its sink raised CancelledError by itself"
-        except BaseException as error:  # noqa: BLE001  whatever a sink raises, it hurts its own event alone
-            text = f"{type(error).__name__}: {codec.sanitize(error)}"
-            reason = self._too_late if late else codec.sanitize(text, _MAX_REASON_BYTES)
         # The attempt that has just failed is not among the event's.
         pause = full_jitter(claimed.attempts + 1, self._backoff_base, self._backoff_cap)
+        if isinstance(error, _Failure):
+            reason = str(error)
+        elif isinstance(error, OutboxRetry):
+            reason = codec.sanitize(error, _MAX_REASON_BYTES)
+            pause = max(pause, min(error.delay, _MAX_DELAY_SECONDS) * random.uniform(1.0, 1.1))
+        else:
+            reason = codec.sanitize(f"{type(error).__name__}: {codec.sanitize(error)}", _MAX_REASON_BYTES)
         logger.info("event %s of kind %s was not delivered: %s", claimed.event_id, claimed.kind, reason)
         return Verdict("failed", reason, timedelta(seconds=pause))
+
+
+class _Failure(Exception):  # noqa: N818  (never raised: a reason)
+    """Why a delivery has failed, in words of our own."""
+
+
+def _event(claimed: ClaimedEvent) -> OutboxEvent:
+    return OutboxEvent(
+        claimed.event_id,
+        claimed.tenant_id,
+        claimed.kind,
+        claimed.key,
+        codec.decode_payload(claimed.payload),
+        claimed.created_at,
+        claimed.attempts,
+    )
+
+
+def _portions(events: Sequence[ClaimedEvent], sink_of: Callable[[str], Sink]) -> Sequence[int | list[int]]:
+    """Return what is delivered by one call each: the place of an event, or of all those of a sink that takes many.
+
+    Where there are several tenants or kinds they take turns, so that none waits behind another's sinks.
+    """
+    turns: dict[tuple[str, str], list[int]] = {}
+    for place, event in enumerate(events):
+        turns.setdefault((event.tenant_id, event.kind), []).append(place)
+    together: dict[int, list[int]] = {}
+    alone: list[list[int]] = []
+    for (_, kind), places in turns.items():
+        try:
+            sink = sink_of(kind)
+        except LookupError:
+            alone.append(places)  # it will be said of each event
+            continue
+        if hasattr(sink, "deliver_many"):
+            together.setdefault(id(sink), []).extend(places)
+        else:
+            alone.append(places)
+    if not together and len(alone) == 1:
+        return alone[0]
+    rounds = zip_longest(*alone)
+    return [*together.values(), *(place for turn in rounds for place in turn if place is not None)]

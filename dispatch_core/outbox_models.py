@@ -22,6 +22,7 @@ __all__ = [
     "OutboxEvent",
     "OutboxMessage",
     "OutboxPark",
+    "OutboxRetry",
     "SettledEvent",
     "Sink",
     "Verdict",
@@ -71,6 +72,14 @@ class BatchSink(Protocol):
     async def deliver_many(self, events: Sequence[OutboxEvent], /) -> Sequence[Exception | None]:
         """Deliver events; for each, None where that is done, or what `__call__` would raise."""
         ...
+
+
+class OutboxRetry(Exception):  # noqa: N818  (as OutboxPark)
+    """Raised by a sink: this delivery has failed, and the next one is not to be made before `delay` seconds."""
+
+    def __init__(self, reason: str, delay: float) -> None:
+        super().__init__(reason)
+        self.delay = delay
 
 
 class OutboxPark(Exception):  # noqa: N818  (a sink's answer, not a fault)

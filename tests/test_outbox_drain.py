@@ -12,7 +12,15 @@ import pytest
 from dispatch_core.database import Database
 from dispatch_core.errors import ConfigurationError, ConnectionLostError, DatabaseUnavailableError, SchemaMismatchError
 from dispatch_core.migrate import grant, migrate
-from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxMessage, OutboxPark, OutboxSettings
+from dispatch_core.outbox import (
+    DrainReport,
+    Outbox,
+    OutboxEvent,
+    OutboxMessage,
+    OutboxPark,
+    OutboxRetry,
+    OutboxSettings,
+)
 from dispatch_core.outbox_delivery import Delivery
 from tests.support.activity import open_transactions
 from tests.support.databases import TestDatabase
@@ -445,3 +453,87 @@ class _Verbs:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._verbs, name)
+
+
+# --- sinks that take events together ------------------------------------------------------------
+
+
+class Together(Recorder):
+    """A sink that takes events together, and answers for each what `answers` says."""
+
+    def __init__(self, answers: dict[Any, Any] | None = None) -> None:
+        super().__init__(answers)
+        self.calls: list[int] = []
+
+    async def deliver_many(self, events: Any) -> list[Exception | None]:
+        self.calls.append(len(events))
+        self.events.extend(events)
+        return [self.answers.get(event.payload) for event in events]
+
+
+async def test_a_sink_that_takes_events_together_is_called_once_and_answers_for_each(
+    database: TestDatabase, admin: Connection, gateway: Connection
+) -> None:
+    await write(gateway, "good", "fails", "parks", "later")
+    sink = Together({"fails": ValueError("no"), "parks": OutboxPark("never"), "later": OutboxRetry("busy", 3600)})
+    async with outbox(database, sink) as drainer:
+        assert await drainer.drain() == DrainReport(claimed=4, delivered=1, failed=2, parked=1)
+    assert sink.calls == [4]
+    rows = await admin.fetch(
+        f"select payload #>> '{{}}' as payload, state, last_error, available_at > now() + interval '59 min' as late"
+        f" from {OUTBOX}"
+    )
+    assert {row["payload"]: (row["state"], row["last_error"], row["late"]) for row in rows} == {
+        "fails": ("ready", "ValueError: no", False),
+        "parks": ("parked", "never", False),
+        "later": ("ready", "busy", True),
+    }
+
+
+@pytest.mark.parametrize("fault", ["raises", "miscounts", "hangs"])
+async def test_where_a_call_for_many_events_fails_each_of_them_has_failed_once(
+    database: TestDatabase, admin: Connection, gateway: Connection, fault: str
+) -> None:
+    await write(gateway, "one", "two")
+
+    class Faulty(Together):
+        async def deliver_many(self, events: Any) -> list[Exception | None]:
+            if fault == "raises":
+                raise ValueError("all of them")
+            if fault == "hangs":
+                await anyio.sleep_forever()
+            return [None]
+
+    async with outbox(database, Faulty(), sink_timeout_seconds=0.05) as drainer:
+        assert await drainer.drain() == DrainReport(claimed=2, failed=2)
+    errors = await admin.fetchval(f"select array_agg(distinct last_error) from {OUTBOX}")
+    told = {
+        "raises": "ValueError: all",
+        "miscounts": "ValueError: its sink has answered for 1 of 2",
+        "hangs": "S2R-SINK",
+    }
+    assert len(errors) == 1
+    assert errors[0].startswith(told[fault])
+    assert await admin.fetchval(f"select array_agg(distinct attempts) from {OUTBOX}") == [1]
+
+
+async def test_of_several_tenants_none_waits_behind_the_sinks_of_another(
+    database: TestDatabase, gateway: Connection
+) -> None:
+    await write(gateway, *range(20), tenant="many")
+    await write(gateway, "alone", tenant="one")
+    hanging, came = anyio.Event(), anyio.Event()
+
+    async def sink(event: OutboxEvent) -> None:
+        if event.tenant_id == "one":
+            came.set()
+            return
+        hanging.set()
+        await anyio.sleep_forever()
+
+    async with outbox(database, sink, concurrency=2) as drainer, anyio.create_task_group() as group:
+        group.start_soon(drainer.drain)
+        with anyio.fail_after(10):
+            await came.wait()
+            await hanging.wait()
+        group.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""The drainer: woken by commits, polling beneath, two batches of a sink at a time, gone when it is told to (I3, I4, I7, I8)."""
+"""The drainer: woken by commits, polling beneath, two batches of a sink at a time, gone when told to (I3, I4, I7, I8)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dispatch_core.outbox import Outbox, OutboxEvent, OutboxSettings
 from gateway_sdk import DispatchSink, GatewayClient, OutboxDrainer, OutboxRoute
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
-from tests.support.gateway import PlayedRelay, open_client, settings_for
-from tests.support.outbox import KIND, Recorder, states, write
+from tests.support.gateway import PlayedRelay, settings_for
+from tests.support.outbox import KIND, states
 from tests.support.protocol import TENANT, Connection
 
 HOUR = 3600.0

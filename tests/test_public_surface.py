@@ -43,6 +43,7 @@ SURFACE = {
         "OutboxEvent",
         "OutboxMessage",
         "OutboxPark",
+        "OutboxRetry",
         "OutboxSettings",
         "PutBack",
         "RelayDispatchError",
