@@ -55,19 +55,27 @@ _ENQUEUE_KEYED: Final = (
     "select job_id, duplicate from relay.enqueue_keyed($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
 )
 _CLAIM: Final = """
-select outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt, max_attempts, fence, seq, created_at,
-       expires_at, remaining
+select headers, attempt, max_attempts, seq, date_part('epoch', created_at), date_part('epoch', expires_at), outcome,
+       tenant_id, job_id, operation, body, body_bytes, fence, date_part('epoch', remaining)
 from relay.claim($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"""
 _CLAIM_AGAIN: Final = """
-select outcome, tenant_id, job_id, operation, headers, body, body_bytes, attempt, max_attempts, fence, seq, created_at,
-       expires_at, remaining
+select headers, attempt, max_attempts, seq, date_part('epoch', created_at), date_part('epoch', expires_at), outcome,
+       tenant_id, job_id, operation, body, body_bytes, fence, date_part('epoch', remaining)
 from relay.claim_again($1, $2, $3, $4, $5, $6)"""
 _FETCH_BODY: Final = "select body from relay.fetch_body($1, $2, $3, $4, $5)"
 _HEARTBEAT: Final = "select n, outcome from relay.heartbeat($1, $2, $3, $4, $5, $6)"
-_COMPLETE: Final = (
-    "select n, outcome, status from relay.complete($1, $2, $3, $4, $5::text::uuid[], $6::text::bigint[], $7,"
-    " $8::text::bigint[], $9, $10, $11, $12, $13)"
-)
+# A column of one value stands for as many as there are jobs. Nearly always all have one outcome: then that is one row,
+# and without their numbers.
+_COMPLETE: Final = """
+select outcome, status, case when count(*) < $13 then array_agg(n) end
+from relay.complete(
+  $1, $2, $3, $4, $5::text::uuid[], $6::text::bigint[], $7,
+  case cardinality($8::text::bigint[])
+    when 1 then array_fill(($8::text::bigint[])[1], array[$13::bigint::int]) else $8::text::bigint[] end,
+  case cardinality($9::text[]) when 1 then array_fill(($9::text[])[1], array[$13::bigint::int]) else $9 end,
+  case cardinality($10::bytea[]) when 1 then array_fill(($10::bytea[])[1], array[$13::bigint::int]) else $10 end,
+  $11, $12, $14)
+group by outcome, status"""
 _RETRY: Final = "select n, outcome, status from relay.retry($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 _RELEASE: Final = "select n, outcome, status from relay.release($1, $2, $3, $4, $5, $6)"
 _RECLAIM: Final = "select tenant_id, relay_id, job_id, status from relay.reclaim($1, $2, $3, $4)"
@@ -463,8 +471,10 @@ class RelayDispatchRepository:
             return []
         columns, places = read.completion_columns(completions, self._tenant)
         with mapped_errors(job_id=completions[0].job_id if len(completions) == 1 else None):
-            records = await self._conn.fetch(_COMPLETE, relay_id, claimed_by, *columns, notify, timeout=timeout)
-        return read.settled(records, len(completions), places)
+            records = await self._conn.fetch(
+                _COMPLETE, relay_id, claimed_by, *columns, len(completions), notify, timeout=timeout
+            )
+        return read.settled_together(records, len(completions), places)
 
     async def retry(self, relay_id: str, items: Sequence[PutBack], *, claimed_by: str) -> list[Settled]:
         """Put claimed jobs back, to run again after their delay; or end them where that cannot be.

@@ -29,6 +29,9 @@ __all__ = ["OUTCOMES", "STATUSES", "SUCCEEDED", "claimed", "completion_columns",
 
 MAX_ERROR_BYTES: Final = 4000
 
+_COMPARED_BYTES: Final = 1000
+"""Whether larger values are all the same is not worth knowing: they would have to be read."""
+
 OUTCOMES: Final = {outcome.value: outcome for outcome in WriteOutcome}
 STATUSES: Final = {status.value: status for status in DispatchStatus}
 # Settled values are few and immutable, so that a batch of completions makes no object per row.
@@ -83,7 +86,7 @@ def completion_columns(
         _numbers([item.fence for item in items]),
         None if succeeded == len(items) else statuses,
         _response_statuses([item.response_status for item in items]),
-        _or_null(
+        _or_one(
             [
                 item.headers_json
                 if item.headers_json is not None or item.response_headers is None
@@ -91,7 +94,7 @@ def completion_columns(
                 for item in items
             ]
         ),
-        _or_null([item.response_body for item in items]),
+        _or_one([item.response_body for item in items]),
         _or_null([None if item.error_code is None else codec.sanitize(item.error_code, 200) for item in items]),
         _or_null(
             [
@@ -101,6 +104,14 @@ def completion_columns(
         ),
     )
     return columns, places
+
+
+def _or_one(column: list[Any]) -> list[Any] | None:
+    """Return one value where it is everybody's (see `_COMPLETE`)."""
+    first = column[0]
+    if (first is None or len(first) <= _COMPARED_BYTES) and column.count(first) == len(column):
+        return None if first is None else [first]
+    return column
 
 
 def _or_null(column: list[Any]) -> list[Any] | None:
@@ -129,90 +140,100 @@ def _response_statuses(numbers: list[int | None]) -> str | None:
     if first is not None and not is_bigint(first):
         raise InvalidResultError("response_status must be a whole number that fits 64 bits")
     if numbers.count(first) == len(numbers) and len(set(map(type, numbers))) == 1:
-        return None if first is None else f"{{{(f'{first:d},' * len(numbers))[:-1]}}}"
+        return None if first is None else f"{{{first:d}}}"
     if not all(number is None or is_bigint(number) for number in numbers):
         raise InvalidResultError("response_status must be a whole number that fits 64 bits")
     return f"{{{','.join(['null' if number is None else f'{number:d}' for number in numbers])}}}"
 
 
-def settled(records: Sequence[Any], count: int, places: Sequence[int] | None = None) -> list[Settled]:
+def settled(records: Sequence[Any], count: int) -> list[Settled]:
+    """Read a row for each that has an outcome."""
     answers: list[Settled] = [_SETTLED["stale", None]] * count
-    if places is None:
-        for n, outcome, status in records:
-            answers[n - 1] = _SETTLED[outcome, status]
-    else:
-        for n, outcome, status in records:
-            answers[places[n - 1]] = _SETTLED[outcome, status]
+    for n, outcome, status in records:
+        answers[n - 1] = _SETTLED[outcome, status]
+    return answers
+
+
+def settled_together(records: Sequence[Any], count: int, places: Sequence[int] | None) -> list[Settled]:
+    """Read a row for each outcome that there is, with the numbers of those that have it; without them, all have it."""
+    if len(records) == 1 and records[0][2] is None:
+        return [_SETTLED[records[0][0], records[0][1]]] * count
+    answers: list[Settled] = [_SETTLED["stale", None]] * count
+    for outcome, status, numbers in records:
+        answer = _SETTLED[outcome, status]
+        for n in numbers:
+            answers[n - 1 if places is None else places[n - 1]] = answer
     return answers
 
 
 # --- claim ------------------------------------------------------------------------------------------------------------
 
+# The columns of a claim, in the order in which they are asked for: first those that are read when somebody asks a job
+# for them (see `DispatchJob`). Moments and durations come as numbers: what the driver makes of three of them took
+# longer than everything else about a row.
+(
+    _HEADERS,
+    _ATTEMPT,
+    _MAX_ATTEMPTS,
+    _SEQ,
+    _CREATED_AT,
+    _EXPIRES_AT,
+    _OUTCOME,
+    _TENANT,
+    _JOB_ID,
+    _OPERATION,
+    _BODY,
+    _BODY_BYTES,
+    _FENCE,
+    _REMAINING,
+) = range(14)
+
 
 def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJobs:
+    """Read the rows of `CLAIMED_COLUMNS`."""
     found = ClaimedJobs()
-    add = found.jobs.append
-    decode = codec.decode_headers
+    jobs = found.jobs
+    add, make = jobs.append, DispatchJob.of_row
     tenant = ""
+    # Headers that are right, as text: mostly each job has those of the one before it.
+    right: str | None = None
     # Rows come tenant by tenant; one tenant may come twice.
     count = highest = 0
     for record in records:
-        (
-            outcome,
-            name,
-            job_id,
-            operation,
-            headers,
-            body,
-            body_bytes,
-            attempt,
-            max_attempts,
-            fence,
-            seq,
-            created_at,
-            expires_at,
-            remaining,
-        ) = record
+        outcome = record[_OUTCOME]
         if outcome == "delayed":
-            found.next_due[name] = remaining.total_seconds()
+            found.next_due[record[_TENANT]] = record[_REMAINING]
             continue
         if outcome == "sweep":
             found.sweep_is_due = True
             continue
-        if name != tenant:
+        if record[_TENANT] != tenant:
             _note(found, tenant, count, highest)
-            tenant, count, highest = name, 0, 0
+            tenant, count, highest = record[_TENANT], 0, 0
         count += 1
-        # Claimed jobs come ascending, but those that have expired come behind them.
-        if seq > highest:
-            highest = seq
+        # Claimed jobs come ascending, but those that have expired come before them.
+        if record[_SEQ] > highest:
+            highest = record[_SEQ]
+        job_id = record[_JOB_ID]
         if outcome == "expired":
             found.expired.append(EndedJob(tenant, relay_id, job_id, DispatchStatus.EXPIRED))
             continue
-        try:
-            decoded = decode(headers, job_id)
-        except MalformedHeadersError as error:
-            found.malformed.append(MalformedJob(job_id, tenant, attempt, fence, error))
-            continue
-        add(
-            DispatchJob(
-                job_id,
-                tenant,
-                relay_id,
-                operation,
-                decoded,
-                b"" if body is None else body,
-                attempt,
-                max_attempts,
-                fence,
-                created_at,
-                expires_at,
-                # From before the call was sent: never later than the true deadline.
-                sent_at + remaining.total_seconds(),
-                seq,
-                body is None and body_bytes > 0,
-            )
-        )
+        headers = record[_HEADERS]
+        if headers != right or right is None:
+            try:
+                codec.decode_headers(headers, job_id)
+            except MalformedHeadersError as error:
+                found.malformed.append(MalformedJob(job_id, tenant, record[_ATTEMPT], record[_FENCE], error))
+                continue
+            right = headers
+        body = record[_BODY]
+        # The deadline is counted from before the call was sent: never later than the true one.
+        deadline = sent_at + record[_REMAINING]
+        if body is None:
+            pending = record[_BODY_BYTES] > 0
+            add(make(record, job_id, tenant, relay_id, record[_OPERATION], b"", record[_FENCE], deadline, pending))
+        else:
+            add(make(record, job_id, tenant, relay_id, record[_OPERATION], body, record[_FENCE], deadline, False))
     _note(found, tenant, count, highest)
     return found
 

@@ -9,10 +9,11 @@ Plain data with the semantics of the five states; nothing here touches the datab
 from __future__ import annotations
 
 import time
-from dataclasses import KW_ONLY, dataclass, field
-from datetime import datetime, timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import UUID
 
 from dispatch_core import codec, errors
@@ -83,8 +84,42 @@ class DispatchRequest:
     idempotency_key: str | None = None
 
 
+class _Row:
+    """A claimed job's row, of which most is read only when somebody looks.
+
+    What no handler may ever look at would cost as much as the rest of a claim. So these attributes are not there at
+    first, and Python then asks `__getattr__`.
+    """
+
+    __slots__ = ("_row",)
+
+    _row: Sequence[Any]
+    """It begins with headers (JSON), attempt, max_attempts, seq, created_at, expires_at (both seconds since 1970)."""
+
+    if not TYPE_CHECKING:  # or every attribute would be allowed
+
+        def __getattr__(self, name: str) -> Any:
+            read = _READ.get(name)
+            if read is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            value = read(self._row, self)
+            setattr(self, name, value)
+            return value
+
+
+_READ: Final[dict[str, Callable[[Sequence[Any], Any], Any]]] = {
+    "request_headers": lambda row, job: codec.decode_headers(row[0], job.job_id),
+    "attempt": lambda row, _: row[1],
+    "max_attempts": lambda row, _: row[2],
+    "seq": lambda row, _: row[3],
+    # Exact to the microsecond until the year 2242.
+    "created_at": lambda row, _: datetime.fromtimestamp(row[4], UTC),
+    "expires_at": lambda row, _: datetime.fromtimestamp(row[5], UTC),
+}
+
+
 @dataclass(slots=True, eq=False)
-class DispatchJob:
+class DispatchJob(_Row):
     """One claimed job, as a handler sees it.
 
     `expires_at` is the deadline by the database's clock. `local_deadline` is the same moment on this process's
@@ -127,6 +162,39 @@ class DispatchJob:
     def json(self) -> Any:
         """Decode the body as JSON. Raises `InvalidBodyError` when it is none."""
         return codec.decode_json(self.body)
+
+    @classmethod
+    def of_row(
+        cls,
+        row: Sequence[Any],
+        job_id: UUID,
+        tenant_id: str,
+        relay_id: str,
+        operation: str,
+        body: bytes,
+        fence: int,
+        local_deadline: float,
+        body_pending: bool,
+    ) -> Self:
+        """Make a job whose other values are read out of `row` when they are asked for (see `_Row`).
+
+        The headers in it must have been read once without an error.
+        """
+        job = cls.__new__(cls)
+        job._row = row  # type: ignore[misc]  # of the base class, which mypy does not count
+        job.job_id = job_id
+        job.tenant_id = tenant_id
+        job.relay_id = relay_id
+        job.operation = operation
+        job.body = body
+        job.fence = fence
+        job.local_deadline = local_deadline
+        job.body_pending = body_pending
+        return job
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies, and those sent to other processes, have all values in place of the driver's row.
+        return type(self), tuple(getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
