@@ -61,6 +61,12 @@ CREATE FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by t
     AS $$ … $$;
 ALTER FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) OWNER TO relay_api;
 
+CREATE FUNCTION relay.claim_turn(p_tenant text, p_relay text) RETURNS void
+    LANGUAGE plpgsql
+    SET lock_timeout TO '800ms'
+    AS $$ … $$;
+ALTER FUNCTION relay.claim_turn(p_tenant text, p_relay text) OWNER TO relay_api;
+
 CREATE FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean DEFAULT false) RETURNS TABLE(n bigint, outcome text, status text)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -1023,6 +1029,8 @@ GRANT ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint
 
 REVOKE ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.claim_turn(p_tenant text, p_relay text) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) TO relay_worker;

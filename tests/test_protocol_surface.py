@@ -25,6 +25,7 @@ INSIDE_OF_VERBS = {
     "end_jobs",
     "drop_jobs",
     "request_digest",
+    "claim_turn",
     "outbox_drop",
     "outbox_back",
     "outbox_hold",

@@ -166,6 +166,7 @@ async def test_a_login_has_no_right_but_its_functions(
         "relay.ready_jobs('b', '{}')",
         "relay.drop_jobs('b', '{}', '{}', '{}')",
         "relay.request_digest('', '', '{}', '', 1)",
+        "relay.claim_turn('b', 'one')",
         "relay.outbox_drop('b', '{}')",
         "relay.outbox_back('b', now(), '{}', '{}', '{}', '{}', '{}', 1, false)",
         "relay.outbox_hold('b', '{}')",
@@ -209,7 +210,7 @@ async def test_a_login_has_no_right_but_its_functions(
             ):
                 with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedObjectError)):
                     await connection.execute(statement)
-    assert len(internal) == 24
+    assert len(internal) == 25
 
 
 async def test_every_internal_function_is_among_those_that_were_tried(admin: Connection) -> None:
@@ -220,6 +221,7 @@ async def test_every_internal_function_is_among_those_that_were_tried(admin: Con
     internal = {
         "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",
         "end_jobs", "return_jobs", "renew_jobs", "ready_jobs", "drop_jobs", "request_digest",
+        "claim_turn",
         "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
         "outbox_choose", "outbox_restart", "outbox_last", "outbox_matching",
     }  # fmt: skip

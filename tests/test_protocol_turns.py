@@ -1,0 +1,90 @@
+"""Turns of large claims: four of a relay at once, the others wait, and nobody for long."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import anyio
+
+from tests.support.activity import pid_of, wait_until_blocked
+from tests.support.databases import TestDatabase
+from tests.support.protocol import TENANT, Connection, claim, connected, enqueue
+
+LARGE = 64
+HELD = "select count(*) from pg_locks where locktype = 'advisory' and granted"
+
+
+@asynccontextmanager
+async def four_turns_taken(database: TestDatabase) -> AsyncIterator[list[Connection]]:
+    """Four transactions, open, that have made a large claim each and found nothing."""
+    async with AsyncExitStack() as stack:
+        others = []
+        for _ in range(4):
+            other = await stack.enter_async_context(connected(database.worker_dsn))
+            await other.execute("begin")
+            assert await claim(other, LARGE) == []
+            others.append(other)
+        yield others
+
+
+async def test_a_fifth_large_claim_waits_for_the_end_of_one_of_four(
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    found = []
+
+    async def fifth() -> None:
+        found.extend(await claim(worker, LARGE))
+
+    async with four_turns_taken(database) as others:
+        assert await admin.fetchval(HELD) == 4
+        await enqueue(gateway, LARGE)
+        async with anyio.create_task_group() as group:
+            group.start_soon(fifth)
+            (blocker,) = await wait_until_blocked(admin, pid_of(worker))
+            [first] = [other for other in others if pid_of(other) == blocker]
+            await first.execute("rollback")
+    assert len(found) == LARGE
+
+
+async def test_a_turn_that_does_not_come_is_not_waited_for_and_no_error(
+    database: TestDatabase, gateway: Connection, worker: Connection
+) -> None:
+    async with four_turns_taken(database):
+        await enqueue(gateway, LARGE)
+        assert len(await claim(worker, LARGE)) == LARGE
+        assert await worker.fetchval("show lock_timeout") == "0"
+
+
+async def test_small_claims_other_relays_and_the_later_tenants_of_a_claim_take_no_turn(
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    async with four_turns_taken(database):
+        await worker.execute("set statement_timeout = '700ms'")
+        await enqueue(gateway, LARGE)
+        assert len(await claim(worker, LARGE - 1)) == LARGE - 1
+        assert await claim(worker, LARGE, relay="another") == []
+        assert len(await claim(worker, 2 * LARGE, tenants=["others", TENANT])) == 1
+        assert await admin.fetchval(HELD) == 4
+
+
+async def test_two_transactions_that_claim_crosswise_end_without_a_deadlock(
+    database: TestDatabase, admin: Connection, worker: Connection
+) -> None:
+    async with connected(database.worker_dsn) as other, AsyncExitStack() as stack:
+        # One turn is left of each of two tenants.
+        for tenant in (TENANT, "others"):
+            for _ in range(3):
+                holder = await stack.enter_async_context(connected(database.worker_dsn))
+                await holder.execute("begin")
+                await claim(holder, LARGE, tenant=tenant)
+
+        async def crosswise(connection: Connection, tenants: list[str]) -> None:
+            async with connection.transaction():
+                for tenant in tenants:
+                    assert await claim(connection, LARGE, tenant=tenant) == []
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(crosswise, worker, [TENANT, "others"])
+            group.start_soon(crosswise, other, ["others", TENANT])
+        assert await admin.fetchval("select deadlocks from pg_stat_database where datname = current_database()") == 0
