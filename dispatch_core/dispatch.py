@@ -320,7 +320,7 @@ class RelayDispatchRepository:
         asks_for_sweep: bool = False,
         timeout: float | None = None,
     ) -> ClaimedJobs:
-        """Claim at most `limit` jobs of the relay, the lowest `seq` first; waits for no row, and with 64 or more for its turn.
+        """Claim at most `limit` jobs of the relay, the lowest `seq` first; waits for no row, and many for a turn.
 
         `claimed_by` is the id of this relay instance, new at every start. `tenants` (default: the repository's own)
         take turns from `start`; `after` is a cursor for each, and without it the claim starts at zero. Bodies over
