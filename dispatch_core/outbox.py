@@ -299,7 +299,7 @@ class Outbox:
         before = anyio.current_time()
         pick = self._groups.pick(batch, before, lane_of)
         if not pick.groups:
-            return claimed_by, ClaimedEvents([], [], set())
+            return claimed_by, ClaimedEvents([], [], set(), {})
         try:
             claimed = await self._verbs.claim(
                 pick.groups,

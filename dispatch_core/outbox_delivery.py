@@ -22,7 +22,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, Final
@@ -61,14 +61,15 @@ class Delivery:
     ) -> None:
         """Take times in seconds; `begin_until` is of `anyio.current_time`: no sink is called after it."""
         self.events = events
-        self._sink_of = sink_of
         self._concurrency = concurrency
         self._timeout = timeout
         self._begin_until = begin_until
         self._backoff_base = backoff_base
         self._backoff_cap = backoff_cap
         self._verdicts: list[Verdict] = [_RELEASED] * len(events)
-        self._portions = _portions(events, sink_of)
+        # Found once, and not for each event.
+        self._sinks = _sinks(events, sink_of)
+        self._portions = _portions(events, self._sinks)
         self._next = iter(self._portions)
         self._workers = 1
         self._starting = False
@@ -119,6 +120,7 @@ class Delivery:
         assert task is not None
         cancelled_before = task.cancelling()
         last = self._portions[-1]
+        events, verdicts, sinks, since, late = self.events, self._verdicts, self._sinks, self._since, self._late
         # One iterator for all workers: each event is taken by one of them.
         for portion in self._next:
             now = self._clock()
@@ -130,10 +132,19 @@ class Delivery:
                 self._starting = True
                 self._workers += 1
                 group.start_soon(self._join, group)
-            self._since[task] = now
+            since[task] = now
             try:
                 if isinstance(portion, int):
-                    self._verdicts[portion] = await self._deliver(self.events[portion], task, cancelled_before)
+                    event = events[portion]
+                    try:
+                        await sinks[event.kind](event)
+                    except BaseException as error:  # noqa: BLE001  whatever a sink raises, it hurts its own event alone
+                        answer = self._answer(error, self._was_late(task), task, cancelled_before)
+                        verdicts[portion] = self._verdict(event, answer)
+                    else:
+                        if late:
+                            self._was_late(task)
+                        verdicts[portion] = _DELIVERED
                 else:
                     await self._deliver_together(portion, task, cancelled_before)
             except (SystemExit, KeyboardInterrupt) as error:
@@ -142,30 +153,11 @@ class Delivery:
                 group.cancel_scope.cancel()
                 return
             finally:
-                del self._since[task]
-
-    async def _deliver(self, claimed: ClaimedEvent, task: asyncio.Task[object], cancelled_before: int) -> Verdict:
-        late = False
-        try:
-            event = _event(claimed)
-            try:
-                await self._sink_of(claimed.kind)(event)
-            finally:
-                late = self._was_late(task)
-        except BaseException as error:  # noqa: BLE001  whatever a sink raises, it hurts its own event alone
-            return self._verdict(claimed, self._answer(error, late, task, cancelled_before))
-        return _DELIVERED
+                del since[task]
 
     async def _deliver_together(self, places: Sequence[int], task: asyncio.Task[object], cancelled_before: int) -> None:
-        given: list[int] = []
-        events: list[OutboxEvent] = []
-        for place in places:
-            try:
-                events.append(_event(self.events[place]))
-                given.append(place)
-            except Exception as error:  # noqa: BLE001  a payload that cannot be read hurts its own event alone
-                self._verdicts[place] = self._verdict(self.events[place], error)
-        sink: Any = self._sink_of(self.events[places[0]].kind)
+        events = [self.events[place] for place in places]
+        sink: Any = self._sinks[events[0].kind]
         late = False
         answers: Sequence[BaseException | None]
         try:
@@ -177,8 +169,8 @@ class Delivery:
                 raise ValueError(f"its sink has answered for {len(answers)} of {len(events)} events")
         except BaseException as error:  # noqa: BLE001  as above
             answers = [self._answer(error, late, task, cancelled_before)] * len(events)
-        for place, answer in zip(given, answers, strict=True):
-            self._verdicts[place] = _DELIVERED if answer is None else self._verdict(self.events[place], answer)
+        for place, event, answer in zip(places, events, answers, strict=True):
+            self._verdicts[place] = _DELIVERED if answer is None else self._verdict(event, answer)
 
     def _was_late(self, task: asyncio.Task[object]) -> bool:
         """Tell whether the task was cancelled by `_watch`; it no longer is then, and how its sink ended counts."""
@@ -225,19 +217,25 @@ class _Failure(Exception):  # noqa: N818  (never raised: a reason)
     """Why a delivery has failed, in words of our own."""
 
 
-def _event(claimed: ClaimedEvent) -> OutboxEvent:
-    return OutboxEvent(
-        claimed.event_id,
-        claimed.tenant_id,
-        claimed.kind,
-        claimed.key,
-        codec.decode_payload(claimed.payload),
-        claimed.created_at,
-        claimed.attempts,
-    )
+def _raiser(error: LookupError) -> Sink:
+    async def sink(_: OutboxEvent) -> None:
+        raise error
+
+    return sink
 
 
-def _portions(events: Sequence[ClaimedEvent], sink_of: Callable[[str], Sink]) -> Sequence[int | list[int]]:
+def _sinks(events: Sequence[ClaimedEvent], sink_of: Callable[[str], Sink]) -> dict[str, Sink]:
+    """Return the sink of each kind; where there is none, one that says so of each event."""
+    sinks: dict[str, Sink] = {}
+    for kind in {event.kind for event in events}:
+        try:
+            sinks[kind] = sink_of(kind)
+        except LookupError as error:
+            sinks[kind] = _raiser(error)
+    return sinks
+
+
+def _portions(events: Sequence[ClaimedEvent], sinks: Mapping[str, Sink]) -> Sequence[int | list[int]]:
     """Return what is delivered by one call each: the place of an event, or of all those of a sink that takes many.
 
     Where there are several tenants or kinds they take turns, so that none waits behind another's sinks.
@@ -248,11 +246,7 @@ def _portions(events: Sequence[ClaimedEvent], sink_of: Callable[[str], Sink]) ->
     together: dict[int, list[int]] = {}
     alone: list[list[int]] = []
     for (_, kind), places in turns.items():
-        try:
-            sink = sink_of(kind)
-        except LookupError:
-            alone.append(places)  # it will be said of each event
-            continue
+        sink = sinks[kind]
         if hasattr(sink, "deliver_many"):
             together.setdefault(id(sink), []).extend(places)
         else:

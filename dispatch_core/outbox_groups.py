@@ -106,15 +106,11 @@ class Groups:
 
     def claimed(self, pick: Pick, claimed: ClaimedEvents, seconds: float, now: float) -> None:
         """Note what a claim returned; a group in which nothing is left is forgotten."""
-        highest: dict[Group, datetime] = {}
-        for event in claimed.events:
-            group = (event.tenant_id, event.kind)
-            highest[group] = max(event.available_at, highest.get(group, event.available_at))
         for group, position in zip(pick.groups, pick.positions, strict=True):
             cursor = self._cursors.get(group)
             if cursor is None:
                 continue
-            last = highest.get(group)
+            last = claimed.last.get(group)
             full = group in claimed.more
             cursor.answered(
                 position,

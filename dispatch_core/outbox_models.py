@@ -1,15 +1,18 @@
 """The values of the outbox: what is written, what a sink is given, what a drain reports.
 
-Those that there are one of for each event are not frozen, which would double what it costs to make one.
+An event is one object from the claim to the settling; its payload is decoded where a sink looks at it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from uuid import UUID
+
+from dispatch_core.codec import UNSET, decode_payload, encode_payload
 
 __all__ = [
     "Batch",
@@ -45,18 +48,53 @@ class OutboxMessage:
     delay: float | timedelta | None = None
 
 
-@dataclass(slots=True)
 class OutboxEvent:
-    """An event as its sink is given it. It may come more than once: `event_id` is the same each time."""
+    """An event as its sink is given it. It may come more than once: `event_id` is the same each time.
 
-    event_id: UUID
-    tenant_id: str
-    kind: str
-    key: str | None
-    payload: Any
-    created_at: datetime
-    attempts: int
-    """How many deliveries of it have failed before this one."""
+    `attempts`: how many deliveries of it have failed before this one.
+    """
+
+    __slots__ = ("_payload", "_text", "attempts", "created_at", "event_id", "key", "kind", "tenant_id")
+
+    def __init__(
+        self,
+        event_id: UUID,
+        tenant_id: str,
+        kind: str,
+        key: str | None,
+        payload: Any,
+        created_at: datetime,
+        attempts: int = 0,
+    ) -> None:
+        self.event_id = event_id
+        self.tenant_id = tenant_id
+        self.kind = kind
+        self.key = key
+        self.created_at = created_at
+        self.attempts = attempts
+        self._payload = payload
+        self._text: str | None = None
+
+    @property
+    def payload(self) -> Any:
+        """The payload, any JSON value; decoded when it is first asked for."""
+        if self._payload is UNSET:
+            assert self._text is not None
+            self._payload = decode_payload(self._text)
+        return self._payload
+
+    @property
+    def payload_text(self) -> str:
+        """The payload as JSON text, for who hands it on and does not look into it."""
+        if self._text is None:
+            self._text = encode_payload(self._payload, sys.maxsize).decode()
+        return self._text
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(event_id={self.event_id!r}, tenant_id={self.tenant_id!r}, kind={self.kind!r},"
+            f" key={self.key!r}, attempts={self.attempts})"
+        )
 
 
 Sink: TypeAlias = Callable[[OutboxEvent], Awaitable[object]]
@@ -65,7 +103,7 @@ Sink: TypeAlias = Callable[[OutboxEvent], Awaitable[object]]
 
 @runtime_checkable
 class BatchSink(Protocol):
-    """A sink that takes the events of a batch together: one call in place of one for each."""
+    """A sink that takes the events of a batch together, of any tenants and kinds: one call in place of one for each."""
 
     async def __call__(self, event: OutboxEvent, /) -> object: ...
 
@@ -112,19 +150,33 @@ class DrainReport:
 # --- what crosses the seam to SQL ----------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class ClaimedEvent:
-    """An event in this drainer's hands; the payload is still JSON text."""
+class ClaimedEvent(OutboxEvent):
+    """An event in this drainer's hands, as its sink gets it: one object for both."""
 
-    event_id: UUID
-    tenant_id: str
-    kind: str
-    key: str | None
-    payload: str
-    fence: int
-    attempts: int
-    created_at: datetime
-    available_at: datetime
+    __slots__ = ("fence",)
+
+    def __init__(
+        self,
+        event_id: UUID,
+        tenant_id: str,
+        kind: str,
+        key: str | None,
+        text: str,
+        created_at: datetime,
+        attempts: int,
+        fence: int,
+    ) -> None:
+        """Take the payload as JSON text."""
+        # Not by the constructor above: a claim makes hundreds of these at once.
+        self.event_id = event_id
+        self.tenant_id = tenant_id
+        self.kind = kind
+        self.key = key
+        self.created_at = created_at
+        self.attempts = attempts
+        self._payload = UNSET
+        self._text = text
+        self.fence = fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +188,8 @@ class ClaimedEvents:
     """Parked instead: tenant and event id."""
     more: set[Group]
     """Where there may be more to claim."""
+    last: dict[Group, datetime]
+    """The available_at of the last event of each group."""
 
 
 @dataclass(frozen=True, slots=True)

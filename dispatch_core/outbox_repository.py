@@ -7,8 +7,9 @@ what PostgreSQL refuses comes as one of ours (`errors`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import accumulate, repeat
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
@@ -25,7 +26,7 @@ _DUE: Final = (
     "select outcome, tenant_id, kind, key, wait, amount from relay.outbox_due($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 )
 _CLAIM: Final = (
-    "select outcome, tenant_id, event_id, kind, key, payload, fence, attempts, created_at, available_at"
+    "select outcome, tenant_id, kind, event_ids, payloads, created_at, keys, fences, attempts, last"
     " from relay.outbox_claim($1, $2, $3, $4, $5, $6, $7)"
 )
 _UNCLAIM: Final = "select relay.outbox_unclaim($1, $2)"
@@ -133,14 +134,19 @@ class OutboxRepository:
             max_bytes,
             timedelta(seconds=horizon_seconds),
         )
-        claimed = ClaimedEvents([], [], set())
-        for outcome, tenant, event_id, kind, key, payload, fence, attempts, created_at, available_at in rows:
+        claimed = ClaimedEvents([], [], set(), {})
+        for outcome, tenant, kind, ids, texts, created_at, keys, fences, attempts, last in rows:
             if outcome == "claimed":
-                claimed.events.append(
-                    ClaimedEvent(event_id, tenant, kind, key, payload, fence, attempts, created_at, available_at)
+                claimed.last[tenant, kind] = max(last, claimed.last.get((tenant, kind), last))
+                columns = (texts, created_at, attempts, fences, keys or (None,))
+                claimed.events.extend(
+                    ClaimedEvent(event_id, tenant, kind, key, text, created, attempt, fence)
+                    for event_id, text, created, attempt, fence, key in zip(
+                        ids, *(_one_each(column, len(ids)) for column in columns), strict=False
+                    )
                 )
             elif outcome == "parked":
-                claimed.expired.append((tenant, event_id))
+                claimed.expired.extend((tenant, event_id) for event_id in ids)
             else:
                 claimed.more.add((tenant, kind))
         return claimed
@@ -159,35 +165,47 @@ class OutboxRepository:
         Idempotent: yes; an event that was settled before is stale.
         """
         # Grouped by tenant; `places` leads back.
-        counts = Counter(event.tenant_id for event, _ in verdicts)
+        counts = Counter([event.tenant_id for event, _ in verdicts])
         places = list(range(len(verdicts)))
         if len(counts) > 1:
             places.sort(key=lambda place: verdicts[place][0].tenant_id)
-            counts = Counter(verdicts[place][0].tenant_id for place in places)
-        ordered = [verdicts[place] for place in places]
-        errors = [v.error and codec.sanitize(v.error, _MAX_ERROR_BYTES) for _, v in ordered]
-        delays = [v.delay for _, v in ordered]
+            counts = Counter([verdicts[place][0].tenant_id for place in places])
+            ordered = [verdicts[place] for place in places]
+        else:
+            ordered = list(verdicts)
+        outcomes = [v.outcome for _, v in ordered]
+        if outcomes.count("delivered") == len(outcomes):
+            errors, delays = None, None
+        else:
+            errors = [v.error and codec.sanitize(v.error, _MAX_ERROR_BYTES) for _, v in ordered]
+            delays = [v.delay for _, v in ordered]
         rows = await self._fetch(
             _SETTLE,
             claimed_by,
             list(counts),
             list(counts.values()),
             [event.event_id for event, _ in ordered],
-            [event.fence for event, _ in ordered],
-            [v.outcome for _, v in ordered],
-            errors if any(errors) else None,
-            delays if any(delay is not None for delay in delays) else None,
+            _all_or_one([event.fence for event, _ in ordered]),
+            _all_or_one(outcomes),
+            errors if errors and any(errors) else None,
+            delays if delays and any(delay is not None for delay in delays) else None,
             max_attempts,
         )
+        if len(counts) > 1:
+            ends = dict(zip(counts, accumulate(counts.values()), strict=True))
+            whole = {tenant: range(ends[tenant] - count + 1, ends[tenant] + 1) for tenant, count in counts.items()}
         settled: list[SettledEvent] = [SettledEvent("stale", "gone")] * len(verdicts)
         promoted: set[Group] = set()
         for outcome, state, ns, tenant, kind in rows:
             if outcome == "promoted":
                 promoted.add((tenant, kind))
-            else:
-                came = SettledEvent(outcome, state)
-                for n in ns:
-                    settled[places[n - 1]] = came
+                continue
+            came = SettledEvent(outcome, state)
+            if ns is None and len(counts) == 1:
+                settled = [came] * len(verdicts)
+                continue
+            for n in whole[tenant] if ns is None else ns:
+                settled[places[n - 1]] = came
         return settled, promoted
 
     async def channel(self, tenant: str | None) -> str:
@@ -281,6 +299,16 @@ class OutboxRepository:
     @staticmethod
     def _applied(event_ids: Sequence[UUID], rows: Sequence[Any]) -> set[UUID]:
         return {event_ids[n - 1] for n, outcome, *_ in rows if outcome == "applied"}
+
+
+def _one_each(column: Sequence[Any], count: int) -> Iterable[Any]:
+    """Return a value for each event of a column that has them all, or one that all have."""
+    return column if len(column) == count else repeat(column[0], count)
+
+
+def _all_or_one(column: list[Any]) -> list[Any]:
+    """Return one value where all are the same."""
+    return column[:1] if column and column.count(column[0]) == len(column) else column
 
 
 def _fetcher(conn: Connection) -> _Fetch:

@@ -164,7 +164,7 @@ class OutboxSettings(Settings):
         '`{"order.placed": {"relay": "erp-emea", "operation": "PostOrder", "ttl_seconds": 3600, "max_attempts": 3}}`',
     )
     batch_size: int = Field(default=100, ge=1, le=10_000, description="events claimed at once, at most")
-    max_batch_bytes: int = Field(default=8 * MIB, ge=0, le=512 * MIB, description="what their payloads come to, about")
+    max_batch_bytes: int = Field(default=8 * MIB, ge=0, le=128 * MIB, description="what their payloads come to, about")
     concurrency: int = Field(default=10, ge=1, le=1000, description="sinks called at a time, for one batch")
     sink_timeout_seconds: float = Field(
         default=30.0,

@@ -246,7 +246,7 @@ CREATE FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_choose(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_oldest timestamp with time zone, p_bytes bigint, p_first boolean) OWNER TO relay_api;
 
-CREATE FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint DEFAULT 8388608, p_horizon interval DEFAULT '3 days'::interval) RETURNS TABLE(outcome text, tenant_id text, event_id uuid, kind text, key text, payload text, fence bigint, attempts bigint, created_at timestamp with time zone, available_at timestamp with time zone)
+CREATE FUNCTION relay.outbox_claim(p_tenants text[], p_kinds text[], p_after timestamp with time zone[], p_limit bigint, p_claimed_by text, p_max_bytes bigint DEFAULT 8388608, p_horizon interval DEFAULT '3 days'::interval) RETURNS TABLE(outcome text, tenant_id text, kind text, event_ids uuid[], payloads text[], created_at timestamp with time zone[], keys text[], fences bigint[], attempts bigint[], last timestamp with time zone)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_indexscan TO 'off'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
 import anyio
@@ -57,11 +57,11 @@ async def test_an_event_that_commits_late_with_a_lower_place_is_not_skipped(
             await conn.fetchval("select relay.outbox_enqueue($1, '1', p_tenant => $2)", KIND, TENANT)
         await write(gateway, 2)
         first = await take(gateway)
-        assert [event.payload for event in first] == ["2"]
+        assert [event.payload_text for event in first] == ["2"]
         await tell(gateway, first)
         await lost.execute("rollback")
         await slow.execute("commit")
-        assert [event.payload for event in await take(gateway)] == ["1"]
+        assert [event.payload_text for event in await take(gateway)] == ["1"]
 
 
 async def test_groups_take_turns_whatever_the_backlog_of_one(gateway: Connection) -> None:
@@ -107,10 +107,10 @@ async def test_a_delayed_event_is_due_when_it_is_due(gateway: Connection, admin:
 async def test_a_cursor_leaves_out_what_lies_below_it(gateway: Connection) -> None:
     await write(gateway, 1)
     await write(gateway, 2)
-    (event, *_) = await take(gateway, 1)
-    await tell(gateway, [event], "release")
-    assert [e.payload for e in await take(gateway, after=[event.available_at])] == ["2"]
-    assert [e.payload for e in await take(gateway)] == ["1"]
+    claimed = await take_all(gateway, [(TENANT, KIND)], 1)
+    await tell(gateway, claimed.events, "release")
+    assert [e.payload_text for e in await take(gateway, after=[claimed.last[TENANT, KIND]])] == ["2"]
+    assert [e.payload_text for e in await take(gateway)] == ["1"]
 
 
 # --- the fence ----------------------------------------------------------------------------------
@@ -123,9 +123,9 @@ async def test_only_the_current_claim_can_be_settled_and_only_once(admin: Connec
     (first,) = await take(gateway)
     assert await tell(gateway, [first], by="another") == [("stale", "claimed")]
     for outcome in ("delivered", "failed", "park", "release"):
-        foreign = ClaimedEvent(first.event_id, "globex", KIND, None, "", first.fence, 0, *_times(first))
-        unknown = ClaimedEvent(uuid4(), TENANT, KIND, None, "", first.fence, 0, *_times(first))
-        wrong = ClaimedEvent(first.event_id, TENANT, KIND, None, "", first.fence + 1, 0, *_times(first))
+        foreign = _claimed(first.event_id, "globex", first.fence)
+        unknown = _claimed(uuid4(), TENANT, first.fence)
+        wrong = _claimed(first.event_id, TENANT, first.fence + 1)
         assert await tell(gateway, [foreign, unknown, wrong], outcome) == [
             ("stale", "gone"), ("stale", "gone"), ("stale", "claimed"),
         ]  # fmt: skip
@@ -138,8 +138,8 @@ async def test_only_the_current_claim_can_be_settled_and_only_once(admin: Connec
     assert await tell(gateway, [second]) == [("stale", "gone")]
 
 
-def _times(event: ClaimedEvent) -> tuple[Any, Any]:
-    return event.created_at, event.available_at
+def _claimed(event_id: UUID, tenant: str, fence: int) -> ClaimedEvent:
+    return ClaimedEvent(event_id, tenant, KIND, None, "1", datetime.now(UTC), 0, fence)
 
 
 @pytest.mark.invariant("I3")
@@ -173,13 +173,13 @@ async def test_an_event_that_kills_its_drainer_ends_parked_and_takes_nobody_with
     for _ in range(60):
         await tidy(gateway, stale=300, max_attempts=3)
         events = await take(gateway, 10)
-        if any(event.payload == '"killer"' for event in events):
+        if any(event.payload_text == '"killer"' for event in events):
             await make_stale(admin)
             continue
         if not events:
             break
         assert {item[0] for item in await tell(gateway, events)} == {"applied"}
-        delivered += [event.payload for event in events]
+        delivered += [event.payload_text for event in events]
     assert sorted(delivered) == [str(n) for n in range(9)]
     assert await states(admin) == {"killer": "parked"}
     (row,) = await admin.fetch(f"select attempts, last_error from {OUTBOX}")
@@ -197,17 +197,17 @@ async def test_a_suspect_event_is_claimed_alone_until_its_claim_is_answered_for(
     await tidy(gateway)
     await write(gateway, 3, kind="other")
     first = await take_all(gateway, [(TENANT, KIND), (TENANT, "other")])
-    assert [event.payload for event in first.events] == ["1"]
+    assert [event.payload_text for event in first.events] == ["1"]
     assert first.more == {(TENANT, KIND), (TENANT, "other")}
     second = await take_all(gateway, [(TENANT, "other"), (TENANT, KIND)])
-    assert [event.payload for event in second.events] == ["3"], "not beside another"
+    assert [event.payload_text for event in second.events] == ["3"], "not beside another"
     assert second.more == {(TENANT, KIND)}
     await tell(gateway, first.events, "release")
     again = await take(gateway)
-    assert [event.payload for event in again] == ["1"], "a release tells nothing of it"
+    assert [event.payload_text for event in again] == ["1"], "a release tells nothing of it"
     await tell(gateway, again, "failed", delay=0)
-    assert [event.payload for event in await take(gateway)] == ["2"], "the other one, alone"
-    assert [event.payload for event in await take(gateway)] == ["1"]
+    assert [event.payload_text for event in await take(gateway)] == ["2"], "the other one, alone"
+    assert [event.payload_text for event in await take(gateway)] == ["1"]
     assert await admin.fetchval(f"select count(*) from {OUTBOX} where suspect") == 1
 
 

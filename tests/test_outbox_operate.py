@@ -40,7 +40,7 @@ async def test_retry_has_parked_events_begin_anew_and_ends_pauses_and_rings(
     assert row is not None
     assert (row["state"], row["attempts"], row["last_error"], row["first_claimed_at"]) == ("ready", 0, "no", None)
     again = await take(gateway)
-    assert [event.payload for event in again] == ['"due"', '"parked"', '"pausing"']
+    assert [event.payload_text for event in again] == ['"due"', '"parked"', '"pausing"']
     assert [event.attempts for event in again] == [0, 0, 1]
 
 

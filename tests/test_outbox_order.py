@@ -36,14 +36,14 @@ async def test_a_keyed_event_waits_for_the_one_before_it_and_others_do_not(
         "1": "ready", "2": "waiting", "3": "waiting", "other key": "ready", "no key": "ready",
     }  # fmt: skip
     events = await take(gateway)
-    assert [event.payload for event in events] == ['"1"', '"other key"', '"no key"']
+    assert [event.payload_text for event in events] == ['"1"', '"other key"', '"no key"']
     assert await take(gateway) == []
     await tell(gateway, events[:1], "failed", error="no", delay=60)
     assert await take(gateway) == [], "a pause of the first is a pause of its followers"
     await make_due(admin)
     for expected in ("1", "2", "3"):
         (event,) = await take(gateway)
-        assert event.payload == f'"{expected}"'
+        assert event.payload_text == f'"{expected}"'
         assert await tell(gateway, [event]) == [("applied", "gone")]
 
 
@@ -51,10 +51,10 @@ async def test_a_parked_event_does_not_hold_its_followers(gateway: Connection) -
     await write(gateway, "1", "2", "3", key="k")
     await tell(gateway, await take(gateway), "park", error="no")
     (second,) = await take(gateway)
-    assert second.payload == '"2"'
+    assert second.payload_text == '"2"'
     await tell(gateway, [second], "failed", error="no", max_attempts=1)
     (third,) = await take(gateway)
-    assert third.payload == '"3"'
+    assert third.payload_text == '"3"'
 
 
 async def test_a_follower_of_another_kind_waits_too_and_its_group_is_told(gateway: Connection) -> None:
@@ -64,7 +64,7 @@ async def test_a_follower_of_another_kind_waits_too_and_its_group_is_told(gatewa
     assert (await tidy(gateway)).due == []
     _, opened = await OutboxRepository(gateway).settle([(first, Verdict("delivered"))], claimed_by=ME, max_attempts=25)
     assert opened == {(TENANT, "b")}
-    assert [event.payload for event in await take(gateway, kind="b")] == ['"2"']
+    assert [event.payload_text for event in await take(gateway, kind="b")] == ['"2"']
 
 
 async def test_an_event_is_after_all_that_its_writer_could_see_whatever_the_clock_says(
@@ -89,11 +89,11 @@ async def test_two_writers_that_do_not_see_each_other_make_two_ready_events_and_
         await other.execute("commit")
     assert set((await states(admin)).values()) == {"ready"}
     (first,) = await take(gateway)
-    assert first.payload == '"early, commits late"'
+    assert first.payload_text == '"early, commits late"'
     assert await states(admin) == {"early, commits late": "claimed", "late, commits early": "waiting"}
     await tell(gateway, [first])
     (second,) = await take(gateway)
-    assert second.payload == '"late, commits early"'
+    assert second.payload_text == '"late, commits early"'
 
 
 async def test_a_turn_that_was_lost_to_a_writer_who_committed_beside_the_settling_is_found(
@@ -113,7 +113,7 @@ async def test_a_turn_that_was_lost_to_a_writer_who_committed_beside_the_settlin
     work = await tidy(gateway)
     assert work.promoted == 1
     assert work.due == [(TENANT, KIND)]
-    assert [event.payload for event in await take(gateway)] == ['"2"']
+    assert [event.payload_text for event in await take(gateway)] == ['"2"']
 
 
 async def test_the_search_for_lost_turns_goes_on_from_key_to_key(gateway: Connection, admin: Connection) -> None:
@@ -167,7 +167,7 @@ async def test_a_claim_leaves_a_follower_alone_whose_leader_is_being_settled_at_
         assert (claimed.events, claimed.more) == ([], {(TENANT, KIND)})
         await settler.execute("commit")
     assert await states(admin) == {"2": "ready"}
-    assert [event.payload for event in await take(gateway)] == ['"2"']
+    assert [event.payload_text for event in await take(gateway)] == ['"2"']
 
 
 @pytest.mark.kind("lock order")
@@ -223,13 +223,13 @@ async def test_under_load_each_key_is_delivered_in_order_one_at_a_time_and_nothi
             await tidy(conn)
             events = await take(conn, rng.choice((1, 4, 16)), by=by)
             for event in events:
-                key, number = event.payload.strip('"').split()
+                key, number = event.payload_text.strip('"').split()
                 assert key not in on_its_way, "two of a key at once"
                 on_its_way[key] = int(number)
                 began[key].append(int(number))
             await anyio.lowlevel.checkpoint()
             for event in events:
-                key, number = event.payload.strip('"').split()
+                key, number = event.payload_text.strip('"').split()
                 outcome = rng.choices(("delivered", "failed", "release", "park"), (8, 2, 1, 1))[0]
                 del on_its_way[key]
                 if outcome in ("delivered", "park"):
@@ -269,7 +269,7 @@ async def test_a_leader_that_is_taken_back_keeps_its_turn(gateway: Connection, a
     await take(gateway, by="dead")
     await make_stale(admin)
     await tidy(gateway)
-    assert [event.payload for event in await take(gateway)] == ['"1"']
+    assert [event.payload_text for event in await take(gateway)] == ['"1"']
 
 
 async def test_a_leader_that_dies_for_the_last_time_hands_on_its_turn(gateway: Connection, admin: Connection) -> None:
@@ -278,7 +278,7 @@ async def test_a_leader_that_dies_for_the_last_time_hands_on_its_turn(gateway: C
     await make_stale(admin)
     work = await tidy(gateway, max_attempts=1)
     assert (work.reclaimed, work.parked) == (0, 1)
-    assert [event.payload for event in await take(gateway)] == ['"2"']
+    assert [event.payload_text for event in await take(gateway)] == ['"2"']
 
 
 async def test_one_that_was_first_tried_too_long_ago_hands_on_its_turn(gateway: Connection, admin: Connection) -> None:
@@ -287,4 +287,4 @@ async def test_one_that_was_first_tried_too_long_ago_hands_on_its_turn(gateway: 
     await admin.execute(f"update {OUTBOX} set first_claimed_at = now() - interval '4 days' where state = 'ready'")
     claimed = await take_all(gateway, [(TENANT, KIND)])
     assert len(claimed.expired) == 1
-    assert [event.payload for event in await take(gateway)] == ['"2"']
+    assert [event.payload_text for event in await take(gateway)] == ['"2"']

@@ -14,7 +14,7 @@ from dispatch_core.outbox import Outbox, OutboxMessage
 from dispatch_core.outbox_models import Verdict
 from dispatch_core.outbox_repository import OutboxRepository
 from tests.support.databases import TestDatabase
-from tests.support.outbox import KIND, make_stale, take, tell, write
+from tests.support.outbox import KIND, make_stale, take, take_all, tell, write
 from tests.support.plans import Connection, Explained, explained
 from tests.support.protocol import ME, OUTBOX, TENANT, connected
 
@@ -202,9 +202,9 @@ async def test_with_an_old_snapshot_open_a_claim_with_a_cursor_reads_no_more_tha
             await old.fetchval(f"select count(*) from {OUTBOX}")
             for _ in range(8):
                 await write(busy, *range(1000))
-                events = await take(busy, 1000)
-                await tell(busy, events)
-                cursor = events[-1].available_at
+                claimed = await take_all(busy, [(TENANT, KIND)], 1000)
+                await tell(busy, claimed.events)
+                cursor = claimed.last[TENANT, KIND]
             await write(busy, *range(200))
             with_cursor, from_zero = await blocks(cursor), await blocks(None)
     assert with_cursor < fresh + 60, (fresh, with_cursor, from_zero)

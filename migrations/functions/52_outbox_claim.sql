@@ -249,14 +249,17 @@ begin
 end $$;
 
 -- Guarantees: claims for p_claimed_by (an id that is new for every claim) at most p_limit ready events that are due and that
---   nobody has locked, over the groups (p_tenants[i], p_kinds[i]); each comes with its fence, and every later write must name
---   event id, fence and claimed_by. Groups take turns, first an equal share each, then what is left; within a group in the
---   order of available_at, seq. At most one event of a key is claimed at a time (50_outbox_rows.sql). A suspect event is
---   claimed alone.
+--   nobody has locked, over the groups (p_tenants[i], p_kinds[i]); every later write must name event id, fence and claimed_by.
+--   Groups take turns, first an equal share each, then what is left; within a group in the order of available_at, seq.
+--   At most one event of a key is claimed at a time (50_outbox_rows.sql). A suspect event is claimed alone.
 --   p_after[i] is a cursor: events of group i with available_at <= it are not looked at. null = from the beginning.
 --   The payloads fill about p_max_bytes at most, but for the first.
---   An event that was first claimed more than p_horizon ago is parked in the same call, and comes back as 'parked'.
---   A row of outcome 'more' names a group in which there may be more to claim: its last look was full, or there was none.
+--   Of outcome
+--   claimed  these events of tenant and kind, in the order of the claim: a value each in event_ids and payloads (JSON text);
+--            in fences, attempts and created_at one value each, or one that all have; in keys one each, or null where none has
+--            one. last = the available_at of the last one. A group that has two turns may have two such rows.
+--   parked   event_ids, first claimed more than p_horizon ago, are parked instead
+--   more     there may be more to claim in that group: its last look was full, or there was none
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: FOR UPDATE SKIP LOCKED on events. It never waits.
 --
@@ -266,8 +269,8 @@ create or replace function relay.outbox_claim(
   p_tenants text[], p_kinds text[], p_after timestamptz[], p_limit bigint, p_claimed_by text,
   p_max_bytes bigint default 8388608, p_horizon interval default '3 days')
 returns table (
-  outcome text, tenant_id text, event_id uuid, kind text, key text, payload text, fence bigint, attempts bigint,
-  created_at timestamptz, available_at timestamptz)
+  outcome text, tenant_id text, kind text, event_ids uuid[], payloads text[], created_at timestamptz[], keys text[],
+  fences bigint[], attempts bigint[], last timestamptz)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
@@ -330,10 +333,11 @@ begin
         v_alone := v_choice.alone;
         v_got := cardinality(v_rows);
         v_more[v_i] := v_more[v_i] or not v_choice.whole;
-        return query
-        select 'parked', v_tenant, u.id, v_kind, null, null, null::bigint, null::bigint, null::timestamptz,
-               null::timestamptz
-        from unnest(v_choice.parked) as u (id);
+        if v_choice.parked is not null then
+          return query
+          select 'parked', v_tenant, v_kind, v_choice.parked, null::text[], null::timestamptz[], null::text[],
+                 null::bigint[], null::bigint[], null::timestamptz;
+        end if;
       end if;
       if v_got > 0 then
         return query
@@ -343,9 +347,15 @@ begin
               first_claimed_at = coalesce(o.first_claimed_at, v_now)
           where o.ctid = any (v_rows) and o.tenant_id = v_tenant
           returning o.event_id, o.key, o.payload, o.fence, o.attempts, o.created_at, o.available_at, o.seq)
-        select 'claimed', v_tenant, t.event_id, v_kind, t.key, t.payload::text, t.fence, t.attempts, t.created_at,
-               t.available_at
-        from taken t order by t.available_at, t.seq, t.event_id;
+        -- In arrays, one row a turn: a row for each event cost more than all that is in it.
+        select 'claimed', v_tenant, v_kind, array_agg(t.event_id), array_agg(t.payload::text),
+               case when min(t.created_at) = max(t.created_at) then array[min(t.created_at)]
+                    else array_agg(t.created_at) end,
+               case when bool_or(t.key is not null) then array_agg(t.key) end,
+               case when min(t.fence) = max(t.fence) then array[min(t.fence)] else array_agg(t.fence) end,
+               case when min(t.attempts) = max(t.attempts) then array[min(t.attempts)] else array_agg(t.attempts) end,
+               max(t.available_at)
+        from (select k.* from taken k order by k.available_at, k.seq, k.event_id) t;
         v_left := v_left - v_got;
         v_bytes := greatest(v_bytes - v_size, 0);
         v_first := false;

@@ -8,9 +8,10 @@
 --   failed     p_errors[i] is its last_error, attempts + 1; ready again after p_delays[i], or parked at p_max_attempts
 --   park       the same, and parked whatever the attempts
 --   release    ready again, nothing counted; after p_delays[i], where there is one
+--   p_outcomes and p_fences hold a value per event, or one that is for all of them.
 --   Each is named in one row of the answer, by its place in ns: outcome 'applied', state = where it stands now (gone, ready,
 --   parked); or outcome 'stale', nothing was changed, state = where it stands (gone: also where it never was, or is
---   foreign). A valid one is never refused because it had to wait.
+--   foreign). ns null = all of tenant_id. A valid one is never refused because it had to wait.
 --   A row of outcome 'promoted' names a tenant and kind of which another event of a key that ended can be claimed now.
 --   Events come grouped: the first p_counts[1] of them are of tenant p_tenants[1], and so on; places count through.
 -- Errors: S2001, S2002, S2003; S2020 array lengths, counts, a tenant twice, an unknown outcome; S2021 a delay that is negative or
@@ -44,8 +45,12 @@ declare
   v_states   text[];
   v_keys     text[];
   v_more     text[];
+  -- What stands for all events, null where each has its own.
+  v_fence    bigint := case when cardinality(p_fences) = 1 then p_fences[1] end;
+  v_outcome  text := case when cardinality(p_outcomes) = 1 then p_outcomes[1] end;
+  v_got      bigint;
 begin
-  if (cardinality(p_fences) = v_count and cardinality(p_outcomes) = v_count and p_claimed_by <> ''
+  if (cardinality(p_fences) in (1, v_count) and cardinality(p_outcomes) in (1, v_count) and p_claimed_by <> ''
       and cardinality(p_counts) = cardinality(p_tenants) and 0 < all (p_counts)
       and coalesce(cardinality(p_errors), v_count) = v_count and coalesce(cardinality(p_delays), v_count) = v_count
       and p_max_attempts >= 1) is not true then
@@ -80,15 +85,40 @@ begin
     v_tenant := coalesce(v_tenants[v_i], v_before);
 
     -- Found and locked first, and written after that, by ctid: see 50_outbox_rows.sql and 25_dispatch_rows.sql.
+    if v_outcome = 'delivered' then
+      -- As below, for what is said of nearly every batch.
+      select count(*), array_agg(l.row_id), array_agg(l.key) filter (where l.key is not null)
+      into v_got, v_done_rows, v_keys
+      from (select distinct on (u.event_id, u.fence) u.event_id, u.fence
+            from (select p_event_ids[i] as event_id, coalesce(v_fence, p_fences[i]) as fence
+                  from generate_series(v_first, v_end) i) u
+            order by u.event_id, u.fence) i
+      cross join lateral (
+        select o.ctid as row_id, o.key from relay.outbox o
+        where o.tenant_id = v_tenant and o.event_id = i.event_id and o.fence = i.fence and o.claimed_by = p_claimed_by
+        limit 1 for update) l;
+      if v_got = v_end - v_first + 1 then
+        perform relay.outbox_drop(v_tenant, v_done_rows);
+        return query select 'applied', 'gone', null::bigint[], v_tenants[v_i], null;
+        if v_keys is not null then
+          return query
+          select 'promoted', 'ready', null::bigint[], v_tenant, p.kind
+          from relay.outbox_promote(v_tenant, v_keys) p group by p.kind;
+        end if;
+        v_before := relay.set_tenant(v_before);
+        continue;
+      end if;
+    end if;
     select array_agg(i.n),
-           array_agg(i.n) filter (where p_outcomes[i.n] = 'delivered'),
-           array_agg(l.row_id) filter (where p_outcomes[i.n] = 'delivered'),
-           array_agg(l.key) filter (where p_outcomes[i.n] = 'delivered' and l.key is not null),
-           array_agg(i.n) filter (where p_outcomes[i.n] <> 'delivered'),
-           array_agg(l.row_id) filter (where p_outcomes[i.n] <> 'delivered')
+           array_agg(i.n) filter (where i.outcome = 'delivered'),
+           array_agg(l.row_id) filter (where i.outcome = 'delivered'),
+           array_agg(l.key) filter (where i.outcome = 'delivered' and l.key is not null),
+           array_agg(i.n) filter (where i.outcome <> 'delivered'),
+           array_agg(l.row_id) filter (where i.outcome <> 'delivered')
     into v_ns, v_done, v_done_rows, v_keys, v_back, v_back_rows
-    from (select distinct on (u.event_id, u.fence) u.n, u.event_id, u.fence
-          from (select i as n, p_event_ids[i] as event_id, p_fences[i] as fence from generate_series(v_first, v_end) i) u
+    from (select distinct on (u.event_id, u.fence) u.n, u.event_id, u.fence, coalesce(v_outcome, p_outcomes[u.n]) as outcome
+          from (select i as n, p_event_ids[i] as event_id, coalesce(v_fence, p_fences[i]) as fence
+                from generate_series(v_first, v_end) i) u
           order by u.event_id, u.fence, u.n) i
     cross join lateral (
       select o.ctid as row_id, o.key from relay.outbox o
@@ -104,7 +134,9 @@ begin
       select array_agg(b.n), array_agg(b.state), array_agg(b.key) filter (where b.state = 'parked' and b.key is not null)
       into v_back, v_states, v_more
       from relay.outbox_back(
-        v_tenant, clock_timestamp(), v_back, v_back_rows, p_outcomes, p_errors, p_delays, p_max_attempts, false) b;
+        v_tenant, clock_timestamp(), v_back, v_back_rows,
+        case when v_outcome is null then p_outcomes else array_fill(v_outcome, array[v_count::int]) end, p_errors, p_delays,
+        p_max_attempts, false) b;
       v_keys := v_keys || v_more;
       return query
       select 'applied', u.state, array_agg(u.n), null, null from unnest(v_back, v_states) as u (n, state) group by u.state;
