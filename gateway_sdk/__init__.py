@@ -7,6 +7,7 @@ from gateway_sdk.outbox import OutboxDrainer
 from gateway_sdk.outbox_sinks import DispatchSink, OutboxRoute
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.tenant import TenantClient
+from gateway_sdk.webhooks import WebhookSink
 
 __all__ = [
     "DispatchRequest",
@@ -19,4 +20,5 @@ __all__ = [
     "OutboxDrainer",
     "OutboxRoute",
     "TenantClient",
+    "WebhookSink",
 ]

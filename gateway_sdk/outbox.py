@@ -249,7 +249,16 @@ class OutboxDrainer:
             outbox = Outbox(database, default_sink=self.default_sink, tenants=self._tenants, settings=self.settings)
             # The very same, so that a sink that is added later counts.
             outbox.sinks = self.sinks
+            stack.push_async_callback(self._close_sinks)
             yield await stack.enter_async_context(outbox)
+
+    async def _close_sinks(self) -> None:
+        """Have sinks that keep something open close it: they open it again when they are called again."""
+        closers = {id(sink): getattr(sink, "aclose", None) for sink in [*self.sinks.values(), self.default_sink]}
+        for close in closers.values():
+            if close is not None:
+                with anyio.move_on_after(self.settings.stop_timeout_seconds, shield=True):
+                    await close()
 
     def _database(self) -> Database:
         core = self._load_core()

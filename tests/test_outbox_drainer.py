@@ -1,4 +1,4 @@
-"""The drainer: woken by commits, polling beneath, two batches of a sink at a time, gone when told to (I3, I4, I7, I8)."""
+"""The drainer: woken by commits, polling beneath, two batches a sink at a time, gone when told to (I3, I4, I7, I8)."""
 
 from __future__ import annotations
 

@@ -71,6 +71,7 @@ SURFACE = {
         "OutboxDrainer",
         "OutboxRoute",
         "TenantClient",
+        "WebhookSink",
     ],
     "relay_sdk": [
         "DispatchJob",
