@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from dispatch_core.database import Connection
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import ConfigurationError, TenancyError
-from dispatch_core.models import ClaimedJobs, Completion, DispatchJob, DispatchStatus, MalformedJob, PutBack, Settled
+from dispatch_core.models import Completion, DispatchJob, DispatchStatus, MalformedJob, PutBack, Settled
 from relay_sdk.claimer import Claimer
 from relay_sdk.connections import Connections
+from relay_sdk.lost_claims import LostClaim
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.slots import RUNNING, Slot
 
@@ -81,15 +82,27 @@ async def give_back(
         await write([slot for slot in left if isinstance(slot.end, PutBack)], retry)
         await write([slot for slot in left if isinstance(slot.end, Completion)], complete)
 
-        for lost in list(claimer.unanswered):
-            claimed: ClaimedJobs = await claimer.ask_for(lost, conn)
-            jobs: list[DispatchJob | MalformedJob] = [*claimed.jobs, *claimed.malformed]
-            unstarted = [(job.tenant_id, job.job_id, job.fence, False) for job in jobs]
-            if unstarted:
-                await repository.release(relay_id, unstarted, claimed_by=instance_id)
+        async def release_lost(lost: LostClaim) -> None:
+            """Release what a claim has taken whose reply was lost, the tenants one by one where one is denied."""
+            try:
+                claimed = await claimer.lost.ask(lost, conn)
+                jobs: list[DispatchJob | MalformedJob] = [*claimed.jobs, *claimed.malformed]
+                unstarted = [(job.tenant_id, job.job_id, job.fence, False) for job in jobs]
+                if unstarted:
+                    await repository.release(relay_id, unstarted, claimed_by=instance_id)
+            except TenancyError as error:
+                if len(lost.tenants) == 1:
+                    denied.append(error)
+                    return
+                for part in lost.by_tenant():
+                    await release_lost(part)
+                return
             for job in jobs:
                 metrics.jobs_released += 1
                 doorbell.ring_relay(job.tenant_id, relay_id)
+
+        for lost in claimer.lost:
+            await release_lost(lost)
     if denied:
         raise denied[0]
 

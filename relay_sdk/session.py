@@ -340,7 +340,7 @@ class Session:
             with anyio.move_on_after(_CANCEL_SECONDS):
                 await self._executor.until_idle()
         left = [slot for slot in slots if slot.cause is not Cause.LOST and (slot.end or slot.state is not ENDED)]
-        if left or self._claimer.unanswered:
+        if left or self._claimer.lost:
             with anyio.move_on_after(_GIVE_BACK_SECONDS) as timeout:
                 try:
                     await give_back(

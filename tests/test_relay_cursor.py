@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from dispatch_core.cursor import ClaimCursor
 from dispatch_core.models import ClaimedJobs
-from relay_sdk.claimer import _how_many_fit, _what_is_left
-from relay_sdk.cursor import ClaimCursor
+from relay_sdk.claimer import _how_many_fit
+from relay_sdk.turns import what_is_left
 
 SECOND = 1_000_000  # of seq
 SLOW = 0.0052  # for a claim from zero to be followed by another at once
@@ -113,12 +114,12 @@ def _claimed(counts: dict[str, int]) -> ClaimedJobs:
 
 
 def test_a_short_claim_leaves_nothing() -> None:
-    assert _what_is_left(_claimed({"a": 3}), ["a", "b"], 4) == ([], [])
+    assert what_is_left(_claimed({"a": 3}), ["a", "b"], 4) == ([], [])
 
 
 def test_after_a_full_claim_those_with_their_whole_share_may_have_more_least_served_first() -> None:
-    assert _what_is_left(_claimed({"a": 1, "b": 5, "c": 3}), ["a", "b", "c"], 9) == (["c", "b"], [])
+    assert what_is_left(_claimed({"a": 1, "b": 5, "c": 3}), ["a", "b", "c"], 9) == (["c", "b"], [])
 
 
 def test_tenants_the_claim_did_not_come_to_are_next() -> None:
-    assert _what_is_left(_claimed({"b": 1, "c": 1}), ["a", "b", "c", "d", "e"], 2) == (["b", "c"], ["d", "e"])
+    assert what_is_left(_claimed({"b": 1, "c": 1}), ["a", "b", "c", "d", "e"], 2) == (["b", "c"], ["d", "e"])

@@ -141,7 +141,7 @@ async def test_a_claim_whose_reply_was_lost_in_an_outage_of_more_than_a_lease_is
     ask_again = Claimer._ask_again
 
     async def spy(self: Claimer, now: float) -> None:
-        waited = now - self.unanswered[0].sent_at
+        waited = now - next(iter(self.lost)).sent_at
         await ask_again(self, now)
         late.extend([waited] if waited > settings["lease_seconds"] else [])
 

@@ -1,0 +1,109 @@
+"""Claims whose reply was lost: ask for each by its id until one lease has passed and there is an answer.
+
+Such a claim may have taken jobs, or may still be about to: on the server it may be under way. By the end of its lease
+what it has taken is taken back, by whoever sweeps. While the database is away nobody does, and after an outage of any
+length the holders have one lease to come back; so a lost claim is given up by an answer only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from uuid import UUID
+
+from dispatch_core.backoff import Backoff
+from dispatch_core.database import Connection
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.models import ClaimedJobs
+
+__all__ = ["LostClaim", "LostClaims"]
+
+
+class LostClaim:
+    """A claim whose reply was lost. Times are of the monotonic clock."""
+
+    __slots__ = ("ask_at", "backoff", "claim_id", "is_denied", "sent_at", "tenants")
+
+    def __init__(self, claim_id: UUID, tenants: Sequence[str], sent_at: float) -> None:
+        self.claim_id = claim_id
+        self.tenants = list(tenants)
+        self.sent_at = sent_at
+        self.ask_at = 0.0
+        self.is_denied = False
+        """Whether its one tenant is denied to this login now: then it holds up no other claim."""
+        self.backoff = Backoff(1.0, 4.0)
+
+    def by_tenant(self) -> list[LostClaim]:
+        """Return it as one for each of its tenants: where one is denied, the others are asked for by themselves."""
+        return [LostClaim(self.claim_id, [tenant], self.sent_at) for tenant in self.tenants]
+
+
+class LostClaims:
+    """Those of one relay instance."""
+
+    def __init__(self, relay_id: str, instance_id: str, body_limit_bytes: int) -> None:
+        self._relay_id = relay_id
+        self._instance_id = instance_id
+        self._body_limit_bytes = body_limit_bytes
+        self._lost: list[LostClaim] = []
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def __iter__(self) -> Iterator[LostClaim]:
+        return iter(list(self._lost))
+
+    @property
+    def hold_up_others(self) -> bool:
+        """Whether one may bring jobs soon, for which there have to be slots."""
+        return any(not lost.is_denied for lost in self._lost)
+
+    def add(self, claim_id: UUID, tenants: Sequence[str], sent_at: float) -> None:
+        """Note that the reply to a claim was lost."""
+        self._lost.append(LostClaim(claim_id, tenants, sent_at))
+
+    def next_to_ask(self, now: float) -> LostClaim | None:
+        """Return one that is to be asked for now."""
+        return next((lost for lost in self._lost if lost.ask_at <= now), None)
+
+    @property
+    def ask_at(self) -> float:
+        """When the next one is to be asked for; infinite where there is none."""
+        return min((lost.ask_at for lost in self._lost), default=math.inf)
+
+    async def ask(self, lost: LostClaim, conn: Connection) -> ClaimedJobs:
+        """Return what it has taken that is still this instance's.
+
+        Raises: DatabaseError, TenancyError where one of its tenants is denied.
+        """
+        return await RelayDispatchRepository(conn).claim_again(
+            self._relay_id,
+            claimed_by=self._instance_id,
+            claim_id=lost.claim_id,
+            tenants=lost.tenants,
+            body_limit_bytes=self._body_limit_bytes,
+        )
+
+    def found(self, lost: LostClaim) -> None:
+        """Forget it: what it has taken is there."""
+        self._lost.remove(lost)
+
+    def denied(self, lost: LostClaim, now: float, lease_seconds: float) -> None:
+        """Note that it was refused because of a tenant: ask for each by itself from now on, and for that one later."""
+        if len(lost.tenants) > 1:
+            self._lost.remove(lost)
+            self._lost.extend(lost.by_tenant())
+        else:
+            lost.is_denied = True
+            self.not_found(lost, now, lease_seconds)
+
+    def not_found(self, lost: LostClaim, now: float, lease_seconds: float) -> None:
+        """Note an answer that brought nothing: it is asked for until its lease is over."""
+        if now - lost.sent_at > lease_seconds:
+            self._lost.remove(lost)
+        else:
+            self.not_answered(lost, now)
+
+    def not_answered(self, lost: LostClaim, now: float) -> None:
+        """Note that there was no answer."""
+        lost.ask_at = now + lost.backoff.next()
