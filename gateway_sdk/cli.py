@@ -30,9 +30,11 @@ from dispatch_core.database import close_connection, connect
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.migrate import check_schema
 from dispatch_core.models import DispatchResult, DispatchStatus
+from dispatch_core.settings import OutboxSettings
 from gateway_sdk.cli_demo import demo
 from gateway_sdk.cli_text import STYLES, job_document, parse_headers, parse_json, print_job, read_argument, waiting
 from gateway_sdk.client import GatewayClient
+from gateway_sdk.outbox import OutboxDrainer
 from gateway_sdk.settings import GatewaySettings
 
 __all__ = ["demo", "jobs"]
@@ -303,8 +305,9 @@ async def _expire(dsn: str, tenant: str, job_ids: Sequence[UUID]) -> dict[UUID, 
 
 
 def _client(dsn: str) -> GatewayClient:
-    # A command for one job is not there to tidy up after all others.
-    return GatewayClient(dsn, settings=GatewaySettings.load(sweep_interval_seconds=0))
+    # A command for one job is not there to tidy up after all others, nor to drain their events.
+    off = OutboxDrainer(settings=OutboxSettings(drain_interval_sec=0))
+    return GatewayClient(dsn, settings=GatewaySettings.load(sweep_interval_seconds=0), outbox=off)
 
 
 @asynccontextmanager

@@ -149,11 +149,13 @@ class GatewayClient:
             if self._settings.sweep_interval_seconds > 0:
                 tasks.start_soon(Sweeper(database, runtime.doorbell, self._settings).run)
             self._runtime = runtime
-            if self._outbox is not None and self._outbox.is_on:
-                # The last to begin and the first to end: its sinks may need all the rest.
-                self._outbox.live_in(database, runtime.listener, self._settings.core)
-                stack.push_async_callback(self._outbox.stop)
-                await tasks.start(self._outbox.run)
+            if self._outbox is not None:
+                self._outbox.move_in(database, runtime.listener, self._settings.core)
+                stack.callback(self._outbox.move_out)
+                if self._outbox.is_on:
+                    # The last to begin and the first to end: its sinks may need all the rest.
+                    stack.push_async_callback(self._outbox.stop)
+                    await tasks.start(self._outbox.run)
             self._stack = stack.pop_all()
         return self
 

@@ -73,6 +73,7 @@ class OutboxDrainer:
         self._core: CoreSettings | None = None
         self._host: tuple[Database, Listener | None] | None = None
         self._outbox: Outbox | None = None
+        self._loop: DrainLoop | None = None
         self._stack: AsyncExitStack | None = None
         self._running: anyio.CancelScope | None = None
         self._ended = anyio.Event()
@@ -121,6 +122,11 @@ class OutboxDrainer:
         """Whether OUTBOX_DRAIN_INTERVAL_SEC is above 0."""
         return self.settings.drain_interval_sec > 0
 
+    @property
+    def total(self) -> DrainReport:
+        """What the present run has done so far, or the last one did."""
+        return DrainReport() if self._loop is None else self._loop.total
+
     async def drain_once(self) -> DrainReport:
         """Drain one batch, whether or not the drainer runs. Raises: as `Outbox.drain`."""
         async with self._borrowed() as outbox:
@@ -132,7 +138,7 @@ class OutboxDrainer:
             return await DrainLoop(outbox, batch=self.settings.batch_size, interval=0).run_dry()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Drain until cancelled, or until `stop`; `started` when the first try to connect has ended, well or not.
+        """Drain until cancelled, or until `stop`; `started` when the first try to claim has ended, well or not.
 
         When it ends, batches at hand are settled as far as they got, the rest is released, within
         `stop_timeout_seconds`, and nothing of it is left.
@@ -187,11 +193,15 @@ class OutboxDrainer:
 
     # --- pieces ---------------------------------------------------------------------------------------------------
 
-    def live_in(self, database: Database, listener: Listener | None, core: CoreSettings) -> None:
-        """Take a client's connections, where this drainer was given none of its own. For GatewayClient."""
+    def move_in(self, database: Database, listener: Listener | None, core: CoreSettings) -> None:
+        """Use a client's connections, where this drainer was given none of its own. For GatewayClient."""
         self._core = core
         if self._given is None and not self.settings.dsn:
             self._host = database, listener
+
+    def move_out(self) -> None:
+        """Use them no more. Idempotent: yes."""
+        self._core = self._host = None
 
     def _load_core(self) -> CoreSettings:
         if self._core is None:
@@ -214,7 +224,7 @@ class OutboxDrainer:
 
     async def _drain(self, outbox: Outbox, stack: AsyncExitStack, first_try_is_over: Callable[[], None]) -> None:
         core = self._load_core()
-        loop = DrainLoop(
+        self._loop = loop = DrainLoop(
             outbox,
             batch=self.settings.batch_size,
             interval=self.settings.drain_interval_sec,
@@ -225,8 +235,7 @@ class OutboxDrainer:
         if listener is not None:
             listener.on_catch_up(loop.database_is_back)
             tasks.start_soon(OutboxWakes(listener, outbox.verbs, self._tenants, loop.wake).run)
-        first_try_is_over()
-        await loop.run()
+        await loop.run(first_try_is_over)
 
     @asynccontextmanager
     async def _borrowed(self) -> AsyncIterator[Outbox]:
@@ -257,8 +266,11 @@ class OutboxDrainer:
         closers = {id(sink): getattr(sink, "aclose", None) for sink in [*self.sinks.values(), self.default_sink]}
         for close in closers.values():
             if close is not None:
-                with anyio.move_on_after(self.settings.stop_timeout_seconds, shield=True):
-                    await close()
+                try:
+                    with anyio.move_on_after(self.settings.stop_timeout_seconds, shield=True):
+                        await close()
+                except Exception:
+                    logger.exception("a sink could not be closed")
 
     def _database(self) -> Database:
         core = self._load_core()

@@ -16,6 +16,7 @@ import dataclasses
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -78,7 +79,7 @@ class DrainLoop:
         self._is_back.set()
         self.wake()
 
-    async def run(self) -> None:
+    async def run(self, first_try_is_over: Callable[[], None]) -> None:
         """Drain until cancelled; then the batches at hand are settled as far as they got, the rest is released.
 
         Raises: what no pause can mend: ConfigurationError; SchemaMismatchError and TenancyError where no claim was ever
@@ -92,8 +93,10 @@ class DrainLoop:
                 except RelayDispatchError as error:
                     if self._is_final(error):
                         raise
+                    first_try_is_over()
                     await self._wait_out(error)
                     continue
+                first_try_is_over()
                 self._mended()
                 if not goes_on:
                     with anyio.move_on_after(self._pause()):

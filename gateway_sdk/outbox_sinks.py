@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from datetime import timedelta
 from typing import Final, Protocol
 from uuid import UUID
 
-from dispatch_core import codec
 from dispatch_core.batcher import is_row_fault
 from dispatch_core.codec import Headers
 from dispatch_core.errors import ConfigurationError, RelayDispatchError, TenancyError
@@ -34,6 +34,8 @@ from gateway_sdk.settings import GatewaySettings
 __all__ = ["DispatchSink", "OutboxRoute", "outbox_of"]
 
 _JOB_ID_DOMAIN: Final = b"relay-dispatch outbox event\0"
+
+logger = logging.getLogger("relay_dispatch.outbox")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +119,19 @@ class DispatchSink:
         route = self._rows.get(event.kind)
         if route is None:
             raise OutboxPark(f"no route for events of kind {event.kind}")
+        # As the database gave it: what is not looked into need not be decoded and encoded again.
+        body = event.payload_text.encode()
+        if len(body) > max_bytes:
+            raise OutboxPark(
+                f"S2R-BODY-INVALID: the payload has {len(body)} bytes, and a job's body at most {max_bytes}"
+                " (RELAY_DISPATCH_MAX_BODY_BYTES)"
+            )
         return EnqueueRow(
             self.job_id(event.event_id),
             route.relay_id,
             route.operation,
             route.headers,
-            codec.encode_payload(event.payload, max_bytes),
+            body,
             route.max_attempts,
             route.ttl,
             None,
@@ -186,14 +195,18 @@ def _row(settings: GatewaySettings, route: OutboxRoute) -> EnqueueRow:
 
 
 def outbox_of(client: _Client, given: OutboxDrainer | None) -> OutboxDrainer | None:
-    """Return the drainer of a client: the given one, or one made of the settings where they turn it on.
+    """Return the drainer of a client: the given one, or one made of the settings where they turn it on and have routes.
 
-    OUTBOX_ROUTES become its default sink, where it has none. Raises: ConfigurationError where it has no sink then.
+    OUTBOX_ROUTES become its default sink, where it has none.
     """
     drainer = given
     if drainer is None:
         settings = OutboxSettings()
         if not settings.drain_interval_sec:
+            return None
+        if not settings.routes:
+            # No error: the drainer may be another one of this process.
+            logger.info("OUTBOX_DRAIN_INTERVAL_SEC is above 0, but without OUTBOX_ROUTES this client drains nothing")
             return None
         drainer = OutboxDrainer(settings=settings)
     if drainer.is_on and drainer.default_sink is None and drainer.settings.routes:
@@ -207,10 +220,5 @@ def outbox_of(client: _Client, given: OutboxDrainer | None) -> OutboxDrainer | N
                     for kind, route in drainer.settings.routes.items()
                 },
             )
-        )
-    if given is None and drainer.default_sink is None:
-        raise ConfigurationError(
-            "OUTBOX_DRAIN_INTERVAL_SEC is above 0, but there is no sink to drain into: set OUTBOX_ROUTES, or give"
-            " GatewayClient an OutboxDrainer that has sinks (outbox=)"
         )
     return drainer
