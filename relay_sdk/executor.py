@@ -47,7 +47,7 @@ __all__ = ["Executor"]
 
 logger = logging.getLogger(__name__)
 
-_SLICE_SECONDS: Final = 0.02
+_SLICE_SECONDS: Final = 0.002
 """How long jobs are started in one go before others in the event loop have their turn."""
 
 
