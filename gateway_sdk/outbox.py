@@ -29,7 +29,7 @@ from dispatch_core.errors import ConfigurationError, DatabaseError
 from dispatch_core.listener import Listener
 from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxSettings, Sink
 from dispatch_core.settings import CoreSettings
-from gateway_sdk.outbox_loop import DrainLoop
+from gateway_sdk.outbox_loop import DrainLoop, added
 from gateway_sdk.outbox_wakes import OutboxWakes
 from gateway_sdk.tasks import Tasks
 
@@ -67,6 +67,8 @@ class OutboxDrainer:
         self.settings = settings or OutboxSettings()
         self.default_sink: Sink | None = None
         self.sinks: dict[str, Sink] = {}
+        self.total = DrainReport()
+        """What all its drains have done so far."""
         self._given = database
         self._tenants = None if tenants is None else list(tenants)
         self._listen_dsn = listen_dsn
@@ -130,12 +132,15 @@ class OutboxDrainer:
     async def drain_once(self) -> DrainReport:
         """Drain one batch, whether or not the drainer runs. Raises: as `Outbox.drain`."""
         async with self._borrowed() as outbox:
-            return await outbox.drain(self.settings.batch_size)
+            report = await outbox.drain(self.settings.batch_size)
+            self._count(report)
+            return report
 
     async def drain_all(self) -> DrainReport:
         """Drain until nothing is due, whether or not the drainer runs. Raises: as `Outbox.drain`."""
         async with self._borrowed() as outbox:
-            return await DrainLoop(outbox, batch=self.settings.batch_size, interval=0).run_dry()
+            batch = self.settings.batch_size
+            return await DrainLoop(outbox, batch=batch, interval=0, on_report=self._count).run_dry()
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Drain until cancelled, or until `stop`; `started` when the first try to claim has ended, well or not.
@@ -191,6 +196,9 @@ class OutboxDrainer:
         stack, self._stack = self._stack, None
         return await stack.__aexit__(kind, error, traceback)
 
+    def _count(self, report: DrainReport) -> None:
+        self.total = added(self.total, report)
+
     # --- pieces ---------------------------------------------------------------------------------------------------
 
     def move_in(self, database: Database, listener: Listener | None, core: CoreSettings) -> None:
@@ -229,6 +237,7 @@ class OutboxDrainer:
             batch=self.settings.batch_size,
             interval=self.settings.drain_interval_sec,
             backoff_cap=core.reconnect_cap_seconds,
+            on_report=self._count,
         )
         tasks = await stack.enter_async_context(Tasks())
         listener = await self._listen(tasks, core)

@@ -52,7 +52,15 @@ def added(one: DrainReport, other: DrainReport) -> DrainReport:
 class DrainLoop:
     """Drains an `Outbox` for ever, or until nothing is due. All times are seconds."""
 
-    def __init__(self, outbox: Outbox, *, batch: int, interval: float, backoff_cap: float = 10.0) -> None:
+    def __init__(
+        self,
+        outbox: Outbox,
+        *,
+        batch: int,
+        interval: float,
+        backoff_cap: float = 10.0,
+        on_report: Callable[[DrainReport], None] = lambda _: None,
+    ) -> None:
         self._outbox = outbox
         self._batch = batch
         self._interval = interval
@@ -66,6 +74,7 @@ class DrainLoop:
         self._has_claimed = False
         self._is_failing = False
         self._error: RelayDispatchError | None = None
+        self._on_report = on_report
         self.total = DrainReport()
         """What all drains together did."""
 
@@ -124,7 +133,7 @@ class DrainLoop:
         batch = await self._outbox.claim(self._batch, lane_of=self._lane_of)
         self._has_claimed = True
         if not batch.events:
-            self.total = added(self.total, DrainReport(expired=batch.expired, reclaimed=batch.reclaimed))
+            self._count(DrainReport(expired=batch.expired, reclaimed=batch.reclaimed))
             return False
         lane = id(self._sink_of(batch.events[0].kind))
         self._in_hand[lane] += 1
@@ -133,13 +142,17 @@ class DrainLoop:
 
     async def _deliver(self, batch: Batch, lane: int) -> None:
         try:
-            self.total = added(self.total, await self._outbox.deliver(batch))
+            self._count(await self._outbox.deliver(batch))
         except RelayDispatchError as error:
             logger.error("what became of %d events could not be written: %s", len(batch.events), error)
             self._error = self._error or error
         finally:
             self._in_hand[lane] -= 1
             self._stirred.set()
+
+    def _count(self, report: DrainReport) -> None:
+        self.total = added(self.total, report)
+        self._on_report(report)
 
     def _sink_of(self, kind: str) -> Sink | None:
         return self._outbox.sinks.get(kind, self._outbox.default_sink)
