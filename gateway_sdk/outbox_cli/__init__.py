@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from gateway_sdk.outbox_cli.decide import park, purge, retry
+from gateway_sdk.outbox_cli.drain import drain
 from gateway_sdk.outbox_cli.look import list_, show, status
 
 __all__ = ["outbox"]
@@ -15,6 +16,7 @@ outbox = typer.Typer(
 outbox.command()(status)
 outbox.command("list")(list_)
 outbox.command()(show)
+outbox.command()(drain)
 outbox.command()(retry)
 outbox.command()(park)
 outbox.command()(purge)

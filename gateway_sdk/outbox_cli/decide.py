@@ -255,7 +255,8 @@ def _report_all(done: dict[str, int], word: str, matched: int, output: Output) -
     if output is Output.JSON:
         emit_json({word: count, "matched": matched, "tenants": done})
     else:
-        less = f" of {matched:,}; the others were no longer parked" if count < matched < COUNTED else ""
+        others = "; the others are no longer parked, or in somebody else's hands"
+        less = f" of {matched:,}{others}" if count < matched < COUNTED else ""
         note(f"{amount(count)} {word}{less}")
     if not count:
         raise typer.Exit(NOTHING_MATCHED)

@@ -68,10 +68,10 @@ def age(value: timedelta | None) -> str:
     return f"{seconds / 86400:,.0f} days"
 
 
-def amount(count: int, what: str = "event", *, most: int | None = None) -> str:
+def amount(count: int, what: str = "event", plural: str | None = None, *, most: int | None = None) -> str:
     """Show a count with its noun; one that reached `most` was counted no further."""
     more = "more than " if most is not None and count >= most else ""
-    return f"{more}{count:,} {what}{'' if count == 1 and not more else 's'}"
+    return f"{more}{count:,} {what if count == 1 and not more else plural or what + 's'}"
 
 
 def ask(question: str, *, yes: bool) -> None:
@@ -82,7 +82,10 @@ def ask(question: str, *, yes: bool) -> None:
     if yes:
         return
     must_be_answerable(yes=yes)
-    if not typer.confirm(question, err=True):
+    # Not typer.confirm, which writes to stdout all the same, where the result goes.
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         note("nothing was changed")
         raise typer.Exit(FAILED)
 
@@ -94,8 +97,11 @@ def must_be_answerable(*, yes: bool) -> None:
 
 
 @contextmanager
-def progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how far something is, where a person looks on; lend what is to be told how many are done."""
+def progress(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show how far something is, where a person looks on; lend what is to be told how many are done.
+
+    `total` None: nobody knows how many there will be.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda _: None
@@ -104,7 +110,7 @@ def progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(text, total=total)
         # There may be more of them by now than were counted.
-        yield lambda done: bar.update(task, completed=done, total=max(total, done))
+        yield lambda done: bar.update(task, completed=done, total=total and max(total, done))
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
