@@ -75,7 +75,6 @@ class OutboxDrainer:
         self._core: CoreSettings | None = None
         self._host: tuple[Database, Listener | None] | None = None
         self._outbox: Outbox | None = None
-        self._loop: DrainLoop | None = None
         self._stack: AsyncExitStack | None = None
         self._running: anyio.CancelScope | None = None
         self._ended = anyio.Event()
@@ -123,11 +122,6 @@ class OutboxDrainer:
     def is_on(self) -> bool:
         """Whether OUTBOX_DRAIN_INTERVAL_SEC is above 0."""
         return self.settings.drain_interval_sec > 0
-
-    @property
-    def total(self) -> DrainReport:
-        """What the present run has done so far, or the last one did."""
-        return DrainReport() if self._loop is None else self._loop.total
 
     async def drain_once(self) -> DrainReport:
         """Drain one batch, whether or not the drainer runs. Raises: as `Outbox.drain`."""
@@ -232,7 +226,7 @@ class OutboxDrainer:
 
     async def _drain(self, outbox: Outbox, stack: AsyncExitStack, first_try_is_over: Callable[[], None]) -> None:
         core = self._load_core()
-        self._loop = loop = DrainLoop(
+        loop = DrainLoop(
             outbox,
             batch=self.settings.batch_size,
             interval=self.settings.drain_interval_sec,
