@@ -156,7 +156,7 @@ class Batcher(Generic[In, Out]):
         if self._closed:
             raise DatabaseUnavailableError("closed: nothing was sent")
         self._sinks.append(callback)
-        self._add(item, size)
+        self.put(item, size)
 
     def put(self, item: In, size: int) -> None:
         """Add `item` of `size` bytes; `answered` is called with it and the others of its batch.
@@ -165,9 +165,6 @@ class Batcher(Generic[In, Out]):
         """
         if self._closed:
             raise DatabaseUnavailableError("closed: nothing was sent")
-        self._add(item, size)
-
-    def _add(self, item: In, size: int) -> None:
         self._items.append(item)
         self._sizes.append(size)
         self._bytes += size

@@ -129,6 +129,9 @@ def _ids(items: Sequence[Completion]) -> str:
 def _numbers(numbers: list[int]) -> str:
     try:
         if min(numbers) >= -(2**63) and max(numbers) < 2**63:
+            first = numbers[0]
+            if numbers.count(first) == len(numbers):
+                return f"{{{(f'{first:d},' * len(numbers))[:-1]}}}"
             return f"{{{','.join([f'{number:d}' for number in numbers])}}}"
     except (TypeError, ValueError):
         pass

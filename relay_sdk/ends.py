@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from dispatch_core import codec
 from dispatch_core.backoff import full_jitter
+from dispatch_core.codec import UNSET
 from dispatch_core.errors import InvalidInputError
 from dispatch_core.models import Completion, DispatchJob, MalformedJob, PutBack
 from relay_sdk.metrics import RelayMetrics
@@ -76,8 +77,7 @@ class Ends:
 
     def returned(self, slot: Slot, outcome: Any) -> End:
         """Return the end for what the handler returned, or raised of the four outcomes."""
-        job = slot.job
-        assert not isinstance(job, MalformedJob)
+        job: Any = slot.job
         if slot.cause is Cause.LOST:
             return None
         if isinstance(outcome, Reply):
@@ -104,6 +104,18 @@ class Ends:
         return self.not_a_result(slot, f"a handler returns Reply, Reject, Retry, Snooze or None, not {kind}")
 
     def _reply(self, slot: Slot, job: DispatchJob, reply: Reply) -> End:
+        if type(reply) is Reply and reply.headers is None and reply.value is UNSET:
+            # What nearly all are, without a call.
+            plain: Any = b"" if reply.body is None else reply.body
+            number: Any = reply.status
+            if (
+                type(plain) is bytes
+                and len(plain) <= self._max_result_bytes
+                and type(number) is int
+                and 0 <= number < 1000
+            ):
+                slot.reply_bytes = len(plain)
+                return Completion(job.job_id, job.fence, job.tenant_id, "succeeded", number, None, plain)
         try:
             headers = None if reply.headers is None else codec.encode_headers(reply.headers)
             body = codec.encode_body(reply.body, reply.value, max_bytes=self._max_result_bytes)

@@ -26,16 +26,17 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextvars import Context, copy_context
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextvars import copy_context
+from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import anyio
 import anyio.to_thread
 
 from dispatch_core.errors import RelayDispatchError
-from dispatch_core.models import ClaimedJobs, DispatchJob, MalformedJob
+from dispatch_core.models import ClaimedJobs, DispatchJob
 from relay_sdk.deadlines import Deadlines
 from relay_sdk.ends import Ends, Expired, leaves_of
 from relay_sdk.metrics import RelayMetrics
@@ -55,15 +56,19 @@ _LOOK_EVERY: Final = 32
 """Jobs between two looks at the clock; so many at most are started at once."""
 
 
-def _new_task(
-    coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop, context: Context, eagerly: bool
-) -> asyncio.Task[None]:
+_TaskMaker: TypeAlias = Callable[..., asyncio.Task[None]]
+
+
+def _task_makers(loop: asyncio.AbstractEventLoop) -> tuple[_TaskMaker, _TaskMaker]:
+    """Return what makes a task of (coroutine, context=…): one that begins at once where that is possible, and one that
+    does not."""
     # One name for all: to make up one for each costs more than the rest of the task.
-    if sys.version_info >= (3, 12) and eagerly:
-        return asyncio.Task(coroutine, loop=loop, name="relay job", context=context, eager_start=True)
+    later: _TaskMaker = partial(asyncio.Task, loop=loop, name="relay job")
     if loop.get_task_factory() is not None:
-        return loop.create_task(coroutine, context=context)
-    return asyncio.Task(coroutine, loop=loop, name="relay job", context=context)
+        later = loop.create_task
+    if sys.version_info >= (3, 12):
+        return partial(asyncio.Task, loop=loop, name="relay job", eager_start=True), later
+    return later, later
 
 
 class Executor:
@@ -91,6 +96,7 @@ class Executor:
         self._stop_with = stop_with
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
+        self._new_task_at_once, self._new_task = _task_makers(self._loop)
         # Each job begins with a copy of this, not of what the job has left behind that made room for it.
         self._context = copy_context()
         # Never waited for: how many threads there may be is said by the gates and the slots.
@@ -136,8 +142,7 @@ class Executor:
     def _start(self, slot: Slot) -> None:
         if slot.state is not WAITING:
             return  # cancelled while the ones before it were started
-        job = slot.job
-        assert not isinstance(job, MalformedJob)
+        job: Any = slot.job  # a DispatchJob: malformed ones have ended before
         handler = self._registry.find(job.operation)
         if handler is None:
             self._end(slot, self._ends.unknown_operation(job))
@@ -152,7 +157,10 @@ class Executor:
                 self._queue(slot, job, handler, gate)
                 return
             gate.running += 1
-        self._launch(slot, eagerly=True)
+        task = self._new_task_at_once(self._run(slot), context=self._context.copy())
+        if not task.done():
+            slot.task = task
+            self._tasks.add(task)
 
     # --- the gate of an operation ---
 
@@ -183,23 +191,16 @@ class Executor:
             slot = gate.waiting.popleft()
             if slot.state is WAITING and slot.cause is None:
                 gate.running += 1
-                self._launch(slot, eagerly=False)
+                # Not at once, from within another's end: the stack would grow with the queue.
+                slot.task = self._new_task(self._run(slot), context=self._context.copy())
+                self._tasks.add(slot.task)
 
     # --- one job ---
 
-    def _launch(self, slot: Slot, *, eagerly: bool) -> None:
-        # Not eagerly from within another's end: the stack would grow with the queue.
-        task: asyncio.Task[None] = _new_task(self._run(slot), self._loop, self._context.copy(), eagerly)
-        if not task.done():
-            slot.task = task
-            self._tasks.add(task)
-
     async def _run(self, slot: Slot) -> None:
         slot.entered = True
-        handler = slot.handler
-        job = slot.job
-        assert handler is not None
-        assert not isinstance(job, MalformedJob)
+        handler: Any = slot.handler
+        job: Any = slot.job
         end: Any
         try:
             if slot.cause is not None:
@@ -213,9 +214,10 @@ class Executor:
             else:
                 slot.state = RUNNING
                 slot.started_at = now
-                if now + handler.timeout < slot.limit:
-                    slot.limit = now + handler.timeout
-                if slot.limit < self._deadlines.horizon:
+                limit = slot.limit
+                if now + handler.timeout < limit:
+                    slot.limit = limit = now + handler.timeout
+                if limit < self._deadlines.horizon:
                     self._deadlines.arm(slot)
                 self._metrics.handlers_started += 1
                 if handler.is_async:
