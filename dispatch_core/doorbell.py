@@ -71,6 +71,8 @@ class Doorbell:
 
     __slots__ = (
         "_closed",
+        "_ended",
+        "_flush_by",
         "_ids",
         "_ids_waiting",
         "_rung",
@@ -93,6 +95,9 @@ class Doorbell:
         self._wakeup = anyio.Event()
         self._rung = False
         self._closed = False
+        self._flush_by: float | None = None
+        self._ended = anyio.Event()
+        self._ended.set()
         self.sent = 0
         """How many rings were sent."""
         self.lost = 0
@@ -150,12 +155,22 @@ class Doorbell:
         self._closed = True
         self._wakeup.set()
 
+    async def finish(self) -> None:
+        """Close, and wait until what waits is sent, for a second at most: before `run` is cancelled, and while there are
+        connections. A ring that is cut off in the middle is heard all the same, and twice where it is sent again.
+        """
+        self.close()
+        self._flush_by = anyio.current_time() + _FLUSH_SECONDS
+        with anyio.move_on_after(_FLUSH_SECONDS):
+            await self._ended.wait()
+
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Send rings until `close`; when cancelled, send what waits within a second.
 
         Never raises for what the database or the network does.
         """
         task_status.started()
+        self._ended = anyio.Event()
         backoff = Backoff(0.05, 2.0)
         try:
             while self.waiting or not self._closed:
@@ -172,9 +187,11 @@ class Doorbell:
                         await anyio.sleep(backoff.next())
         finally:
             self._closed = True
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _FLUSH_SECONDS):
+            by = anyio.current_time() + _FLUSH_SECONDS if self._flush_by is None else self._flush_by
+            with anyio.CancelScope(shield=True, deadline=by):
                 while self.waiting and await self._send_next():
                     pass
+            self._ended.set()
             self.lost += self.waiting
             self._wakes.clear()
             self._ids.clear()

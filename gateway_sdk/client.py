@@ -235,7 +235,8 @@ class GatewayClient:
         # Shielded: also where the block was cancelled, what was promised is sent, within a bound.
         with anyio.move_on_after(self._settings.close_timeout_seconds, shield=True):
             await runtime.lanes.drain()
-        # The doorbell, when it is cancelled, sends what waits.
+        with anyio.CancelScope(shield=True):
+            await runtime.doorbell.finish()
 
 
 async def _check(conn: Connection) -> None:

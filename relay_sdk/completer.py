@@ -293,6 +293,10 @@ class Completer:
             asyncio.get_running_loop().call_later(self._hold_backoff.next(), self._put_waiting)
         self._waiting.append(slot)
 
+    def holds(self, slot: Slot) -> bool:
+        """Whether its end was refused, and is written again when rights or the schema have changed."""
+        return slot in self._held
+
     def _put_waiting(self) -> None:
         slots, self._waiting = self._waiting, []
         for slot in slots:

@@ -135,6 +135,10 @@ class Connections:
             if self.listener is not None:
                 self.listener.terminate()
 
+    async def finish(self) -> None:
+        """Send the rings that wait, within a second, before `run` is cancelled."""
+        await self.doorbell.finish()
+
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Listen and ring until cancelled; `started` once LISTEN is confirmed or its first try has failed."""
         async with anyio.create_task_group() as group:

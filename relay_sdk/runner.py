@@ -116,6 +116,7 @@ class _Run:
                 async with anyio.create_task_group() as running:
                     for session in sessions:
                         running.start_soon(self._run_one, session)
+                await connections.finish()
                 group.cancel_scope.cancel()
         except BaseException as error:  # noqa: BLE001  raised by `run_relays`, in the caller's task
             if all(session.state == "starting" and session.stop_was_asked.is_set() for session in sessions):

@@ -320,8 +320,9 @@ class Session:
         if not self._has_left:
             assert self._connections is not None
             self._has_left = True
-            # A handler that refuses to end says nothing about them: what is given back of it is rung for on them.
-            unanswered = any(slot.end is not None for slot in self._slots or ())
+            # A handler that refuses to end says nothing about them, nor does an end that was refused for its tenant's
+            # rights: what is given back is rung for on them.
+            unanswered = any(slot.end is not None and not self._completer.holds(slot) for slot in self._slots or ())
             self._connections.leave(cut=self.state == "stopping" and unanswered)
 
     def _unwritten(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 import anyio
+import anyio.lowlevel
 import asyncpg
 import pytest
 
@@ -182,6 +183,43 @@ async def test_when_it_is_cancelled_it_does_not_wait_for_a_database_that_does_no
         group.cancel_scope.cancel()
     assert time.monotonic() - start < 3
     assert doorbell.waiting == 0
+
+
+@pytest.mark.case("C29")
+async def test_a_ring_that_is_under_way_at_the_end_is_waited_for_and_not_sent_twice() -> None:
+    """Whoever is rung twice claims twice: 40 idle relays made 74 claims for one job of a client that was closed."""
+    transport = Recorder(held=True)
+    doorbell = Doorbell(transport)
+    async with anyio.create_task_group() as group:
+        await group.start(doorbell.run)
+        doorbell.ring_relay("acme", "erp")
+        await transport.started.wait()
+        doorbell.ring_relay("acme", "crm")
+        async with anyio.create_task_group() as leaving:
+            leaving.start_soon(doorbell.finish)
+            await anyio.lowlevel.checkpoint()
+            transport.leave.set()
+        group.cancel_scope.cancel()
+    assert [ring[2] for ring in transport.rings] == ["erp", "crm"]
+    doorbell.ring_relay("acme", "late")
+    assert (doorbell.waiting, doorbell.lost) == (0, 1)
+    with anyio.fail_after(0.5):
+        await doorbell.finish()  # nobody runs
+
+
+@pytest.mark.case("C29")
+async def test_at_the_end_a_database_that_does_not_answer_is_waited_for_once() -> None:
+    transport = Recorder(held=True)
+    doorbell = Doorbell(transport)
+    start = time.monotonic()
+    async with anyio.create_task_group() as group:
+        await group.start(doorbell.run)
+        doorbell.ring_relay("acme", "erp")
+        await transport.started.wait()
+        await doorbell.finish()
+        group.cancel_scope.cancel()
+    assert time.monotonic() - start < 1.8
+    assert (doorbell.waiting, doorbell.lost) == (0, 1)
 
 
 async def test_a_transports_fault_reaches_the_owner() -> None:

@@ -127,15 +127,14 @@ async def test_concurrent_enqueues_of_a_tenant_share_statements_and_rings(
         acme = client.tenant("acme")
         ids = await asyncio.gather(*(acme.enqueue("erp", "Op", body=str(n)) for n in range(1000)))
         health = client.health()
-        # Counted before the close, which sends a ring whose answer it has cut off once more.
+        # Rings go one after the other, so behind this one there are none but that of a pause between rings.
         await eventually(lambda: heard)
         await acme.enqueue("other", "Op")
         await eventually(lambda: proof)
-        rings = len(heard)
     assert len(set(ids)) == 1000
     assert health.enqueued == 1000
     assert health.enqueue_statements <= 10
-    assert rings <= health.enqueue_statements
+    assert len(heard) <= health.enqueue_statements
     assert await admin.fetchval("select count(*) from relay.s2r_relay_dispatch_queue") == 1001
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from dispatch_core.dev.postgres import DevServer
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import DatabaseError, RelayDispatchError
+from dispatch_core.errors import ConnectionLostError, DatabaseError, RelayDispatchError, TenancyDeniedError
 from dispatch_core.listener import Listener
 from dispatch_core.models import DispatchStatus
 from dispatch_core.settings import CoreSettings
@@ -162,6 +162,47 @@ async def test_a_claim_whose_reply_was_lost_in_an_outage_of_more_than_a_lease_is
             results = await jobs.ends(ids)
         assert {(result.status, result.attempt) for result in results} == {(SUCCEEDED, 1)}
         assert relay.metrics.claims_recovered == 1
+
+
+async def test_a_lost_claim_brings_the_jobs_of_the_other_tenants_where_one_is_denied(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, claim_again = RelayDispatchRepository.claim, RelayDispatchRepository.claim_again
+    lose, deny = False, True
+    asked: list[list[Any]] = []
+
+    async def loses_the_reply(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal lose
+        claimed = await claim(self, *args, **options)
+        if lose:
+            lose = False
+            raise ConnectionLostError
+        return claimed
+
+    async def denies_one(self: Any, *args: Any, **options: Any) -> Any:
+        asked.append(list(options["tenants"]))
+        if deny and "acme" in options["tenants"] and len(asked) > 1:  # the first is that of the start
+            raise TenancyDeniedError
+        return await claim_again(self, *args, **options)
+
+    monkeypatch.setattr(RelayDispatchRepository, "claim", loses_the_reply)
+    monkeypatch.setattr(RelayDispatchRepository, "claim_again", denies_one)
+    relay = new_relay(database, tenants=["acme", "beta", "zeta"], **{**FAR, "poll_seconds": 600.0})
+    relay.fallback(_nothing)
+    everybody = [Jobs(gateway, tenant) for tenant in ("acme", "beta", "zeta")]
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claims_empty)
+        ids = [await jobs.enqueue() for jobs in everybody]
+        lose = True
+        assert relay._session is not None
+        relay._session._claimer.ring_all()
+        for jobs, job_id in list(zip(everybody, ids, strict=True))[1:]:
+            assert (await jobs.end(job_id)).status is SUCCEEDED
+        assert await everybody[0].status(ids[0]) is CLAIMED
+        assert asked[1:5] == [["acme", "beta", "zeta"], ["acme"], ["beta"], ["zeta"]]
+        deny = False
+        assert (await everybody[0].end(ids[0])).attempt == 1
+    assert relay.metrics.claims_recovered == 3
 
 
 async def test_a_completion_whose_reply_was_lost_is_sent_again_and_reads_repeated(

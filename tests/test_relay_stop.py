@@ -415,6 +415,93 @@ async def test_a_tenant_that_is_denied_does_not_keep_the_jobs_of_another_from_be
     assert "leaves 1 jobs to their leases" in caplog.text
 
 
+async def test_what_is_given_back_is_rung_for_where_an_end_of_another_tenant_was_refused(
+    database: TestDatabase, gateway: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That an end is not written says nothing of the connections: to cut them would lose the other tenant's wake-up."""
+    complete_many = RelayDispatchRepository.complete_many
+    refused = asyncio.Event()
+
+    async def denies_one(self: Any, relay_id: str, completions: Any, **options: Any) -> Any:
+        if any(completion.tenant_id == "acme" for completion in completions):
+            refused.set()
+            raise TenancyDeniedError
+        return await complete_many(self, relay_id, completions, **options)
+
+    monkeypatch.setattr(RelayDispatchRepository, "complete_many", denies_one)
+    relay = new_relay(database, tenants=["acme", "zeta"], **FAR)
+    started: list[Any] = []
+    goes_on = asyncio.Event()
+
+    @relay.fallback
+    async def stubborn(job: DispatchJob) -> None:
+        started.append(job.job_id)
+        while job.tenant_id == "zeta" and not goes_on.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await goes_on.wait()
+
+    await Jobs(gateway).enqueue()
+    zeta = Jobs(gateway, "zeta")
+    given_back = await zeta.enqueue(max_attempts=2)
+    heard: list[str] = []
+    async with running(relay, grace_seconds=0.0):
+        await eventually(lambda: len(started) == 2)
+        await refused.wait()
+        await worker.add_listener(
+            await worker.fetchval("select relay.channel('wake', 'zeta', 'erp')"), lambda *args: heard.append(args[3])
+        )
+    goes_on.set()
+    assert await zeta.status(given_back) is PENDING
+    await eventually(lambda: heard == [""])
+
+
+async def test_what_a_lost_claim_has_taken_is_given_back_where_one_of_its_tenants_is_denied(
+    database: TestDatabase, gateway: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, claim_again = RelayDispatchRepository.claim, RelayDispatchRepository.claim_again
+    claims_hang = False
+    asked: list[list[Any]] = []
+
+    async def hangs(self: Any, *args: Any, **options: Any) -> Any:
+        claimed = await claim(self, *args, **options)
+        if claims_hang:
+            await asyncio.Event().wait()
+        return claimed
+
+    async def denies_one(self: Any, *args: Any, **options: Any) -> Any:
+        if claims_hang:
+            asked.append(list(options["tenants"]))
+            if "acme" in options["tenants"]:
+                raise TenancyDeniedError
+        return await claim_again(self, *args, **options)
+
+    monkeypatch.setattr(RelayDispatchRepository, "claim", hangs)
+    monkeypatch.setattr(RelayDispatchRepository, "claim_again", denies_one)
+    relay = new_relay(database, tenants=["acme", "zeta"], **FAR)
+    relay.fallback(_nothing)
+    everybody = [Jobs(gateway), Jobs(gateway, "zeta")]
+    heard: list[str] = []
+    async with running(relay, grace_seconds=0.0):
+        await eventually(lambda: relay.metrics.claims_empty)
+        claims_hang = True
+        ids = [await jobs.enqueue() for jobs in everybody]
+        assert relay._session is not None
+        relay._session._claimer.ring_all()
+
+        async def both_are_claimed() -> bool:
+            statuses = [await jobs.status(job_id) for jobs, job_id in zip(everybody, ids, strict=True)]
+            return set(statuses) == {DispatchStatus.CLAIMED}
+
+        await eventually(both_are_claimed)
+        await worker.add_listener(
+            await worker.fetchval("select relay.channel('wake', 'zeta', 'erp')"), lambda *args: heard.append(args[3])
+        )
+    assert asked == [["acme", "zeta"], ["acme"], ["zeta"]]
+    assert await everybody[1].status(ids[1]) is PENDING
+    assert await everybody[0].status(ids[0]) is DispatchStatus.CLAIMED
+    await eventually(lambda: heard == [""])
+
+
 async def test_a_piece_that_dies_takes_the_relay_down_with_its_cause(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
