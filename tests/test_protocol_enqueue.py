@@ -62,24 +62,29 @@ async def test_times_that_are_no_times_are_refused_by_the_function_too(
     assert set((await stored(admin)).values()) == {0}
 
 
+# A large batch is stored as if all of it were new, and looked through only when it is not.
+@pytest.mark.parametrize("count", [3, 40])
 async def test_an_enqueue_made_again_with_the_same_ids_stores_nothing_twice(
-    admin: Connection, gateway: Connection, worker: Connection
+    admin: Connection, gateway: Connection, worker: Connection, count: int
 ) -> None:
     repository = RelayDispatchRepository(gateway, TENANT)
-    rows = [prepare(DispatchRequest(RELAY, "Get")) for _ in range(3)]
-    assert await repository.enqueue_rows(rows[:2]) == [True, True]
-    assert await repository.enqueue_rows(rows) == [False, False, True]
-    assert (await stored(admin))[QUEUE] == 3
-    for job in await claim(worker, 3):
+    rows = [prepare(DispatchRequest(RELAY, "Get")) for _ in range(count)]
+    assert await repository.enqueue_rows(rows[:-1]) == [True] * (count - 1)
+    assert await repository.enqueue_rows(rows) == [False] * (count - 1) + [True]
+    assert (await stored(admin))[QUEUE] == count
+    for job in await claim(worker, count):
         await settle(worker, job)
-    assert await repository.enqueue_rows(rows) == [False, False, False]
+    assert await repository.enqueue_rows(rows) == [False] * count
     assert (await stored(admin))[QUEUE] == 0, "a job that has ended is not queued again by a late second try"
 
 
-async def test_a_job_id_that_is_twice_in_one_call_is_refused(admin: Connection, gateway: Connection) -> None:
-    one, other = prepare(DispatchRequest(RELAY, "Get")), prepare(DispatchRequest("crm", "Put"))
+@pytest.mark.parametrize("count", [1, 40])
+async def test_a_job_id_that_is_twice_in_one_call_is_refused(
+    admin: Connection, gateway: Connection, count: int
+) -> None:
+    one, *others = (prepare(DispatchRequest(relay, "Get")) for relay in (RELAY, *["crm"] * count))
     with pytest.raises(InvalidInputError, match="twice"):
-        await RelayDispatchRepository(gateway, TENANT).enqueue_rows([one, other, one])
+        await RelayDispatchRepository(gateway, TENANT).enqueue_rows([one, *others, one])
     assert set((await stored(admin)).values()) == {0}
 
 
