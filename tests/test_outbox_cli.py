@@ -534,7 +534,6 @@ async def test_drain_takes_its_routes_from_the_environment_too_and_starts_no_dra
     await write(gateway, *range(250), kind="order.placed")
     ended = await outbox("drain")
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.split()[8:11] != []
     assert re.findall(r"\d+", ended.out) == ["250", "250", "0", "0", "0", "0", "0", "0"]
 
 
@@ -549,7 +548,7 @@ async def test_drain_by_a_drainer_of_the_users_own_counts_honestly_and_ends_with
     await write(gateway, "p", kind="parks")
     await write(gateway, "other", kind="other")
     parks = await outbox(*target)
-    # (It is the same object, in this process; as a command it counts from nothing.)
+    # (It is the same object, in this process; a command of its own counts from nothing.)
     assert (parks.code, parks.document["parked"], parks.document["delivered"]) == (1, 1, 1)
     assert "1 event parked: relay-dispatch outbox list --state parked" in parks.err
     await write(gateway, "f", kind="fails")
