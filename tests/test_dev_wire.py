@@ -83,3 +83,17 @@ async def test_statements_are_counted_over_all_connections_and_a_held_commit_is_
             one.terminate()
             two.terminate()
         assert await admin.fetchval(_COUNT) == 1
+
+
+async def test_a_held_statement_can_be_let_go(database: TestDatabase, admin: Connection) -> None:
+    async with Wire.to(database.gateway_dsn) as wire:
+        async with connected(wire.dsn(database.gateway_dsn)) as conn, anyio.create_task_group() as group:
+            gate = wire.hold("insert into public.told", "call")
+            ended = await _sent(group, conn, _INSERT, 1)
+            await gate.reached.wait()
+            assert await admin.fetchval(_COUNT) == 0
+            assert not gate.answered.is_set()
+            gate.release()
+            await gate.answered.wait()
+        assert not ended
+        assert await admin.fetchval(_COUNT) == 1

@@ -40,6 +40,13 @@ class Gate:
     number: int = 1
     reached: anyio.Event = field(default_factory=anyio.Event)
     """The statement is held; or the server is done with it, and its answer is."""
+    released: anyio.Event = field(default_factory=anyio.Event)
+    answered: anyio.Event = field(default_factory=anyio.Event)
+    """The server is done with what was let go."""
+
+    def release(self) -> None:
+        """Let go what is held, as if the network had stalled for a while. (A `call` only.)"""
+        self.released.set()
 
 
 class Wire:
@@ -87,7 +94,7 @@ class Wire:
         writers = [writer]
         try:
             # Whoever of the two ends ends it for the other.
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            with contextlib.suppress(OSError, EOFError):
                 server_reader, server_writer = await asyncio.open_connection(*self._server)
                 writers.append(server_writer)
                 connection = _Connection(self, reader, writer, server_reader, server_writer)
@@ -120,23 +127,25 @@ class _Connection:
         to_server: asyncio.StreamWriter,
     ) -> None:
         self._wire = wire
-        self._client, self._to_client = client, to_client
+        self._client, self._to_client = _Client(client), to_client
         self._server, self._to_server = server, to_server
         self._statements: dict[bytes, str] = {}
         self._held: Gate | None = None
+        self._let_go: Gate | None = None
 
     async def calls(self, group: anyio.abc.TaskGroup) -> None:
         """Forward what the client says, until it has nothing more to say."""
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        with contextlib.suppress(OSError, EOFError):
             await self._start()
             while True:
-                kind, message = await _message(self._client)
+                kind, message = await self._client.message()
                 text = self._statement(kind, message)
                 gate = None if text is None else self._wire.passing(text)
                 if gate is not None and gate.side == "call":
                     gate.reached.set()
-                    await self._client.read()  # until its end
-                    break
+                    if not await self._client.stays_until(gate.released):
+                        break
+                    self._let_go, gate = gate, None
                 self._held = gate or self._held
                 self._to_server.write(kind + message)
                 await self._to_server.drain()
@@ -144,21 +153,26 @@ class _Connection:
 
     async def answers(self, group: anyio.abc.TaskGroup) -> None:
         """Forward what the server says, but for what is held."""
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        with contextlib.suppress(OSError, EOFError):
             while True:
-                kind, message = await _message(self._server)
-                if self._held is None:
-                    self._to_client.write(kind + message)
-                    await self._to_client.drain()
-                elif kind == b"Z":  # ready for the next: this one is done
-                    self._held.reached.set()
+                head = await self._server.readexactly(5)
+                message = head + await self._server.readexactly(int.from_bytes(head[1:], "big") - 4)
+                done = head[:1] == b"Z"  # ready for the next
+                if self._held is not None:
+                    if done:
+                        self._held.reached.set()
+                    continue
+                if done and self._let_go is not None:
+                    self._let_go.answered.set()
+                self._to_client.write(message)
+                await self._to_client.drain()
         group.cancel_scope.cancel()
 
     async def _start(self) -> None:
         """Forward the first message, the only kind that has no letter."""
         while True:
-            size = await self._client.readexactly(4)
-            message = await self._client.readexactly(int.from_bytes(size, "big") - 4)
+            size = await self._client.take(4)
+            message = await self._client.take(int.from_bytes(size, "big") - 4)
             if message[:4] not in _ENCRYPTION_REQUESTS:
                 self._to_server.write(size + message)
                 return
@@ -179,7 +193,41 @@ class _Connection:
         return None
 
 
-async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Return a message's letter, and the rest of it with its length."""
-    head = await reader.readexactly(5)
-    return head[:1], head[1:] + await reader.readexactly(int.from_bytes(head[1:], "big") - 4)
+class _Client:
+    """What a client says, message by message; it can be listened to while nothing is taken from it."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._said = bytearray()
+
+    async def _hear(self) -> bool:
+        piece = await self._reader.read(65536)
+        self._said += piece
+        return bool(piece)
+
+    async def take(self, size: int) -> bytes:
+        while len(self._said) < size:
+            if not await self._hear():
+                raise EOFError
+        taken = bytes(self._said[:size])
+        del self._said[:size]
+        return taken
+
+    async def message(self) -> tuple[bytes, bytes]:
+        """Return a message's letter, and the rest of it with its length."""
+        head = await self.take(5)
+        return head[:1], head[1:] + await self.take(int.from_bytes(head[1:], "big") - 4)
+
+    async def stays_until(self, event: anyio.Event) -> bool:
+        """Wait for the event or for the client's end, and tell whether it was the event."""
+        async with anyio.create_task_group() as group:
+
+            async def stop() -> None:
+                await event.wait()
+                group.cancel_scope.cancel()
+
+            group.start_soon(stop)
+            while await self._hear():
+                pass
+            group.cancel_scope.cancel()
+        return event.is_set()
