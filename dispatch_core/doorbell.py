@@ -156,8 +156,8 @@ class Doorbell:
         self._wakeup.set()
 
     async def finish(self) -> None:
-        """Close, and wait until what waits is sent, for a second at most: before `run` is cancelled, and while there are
-        connections. A ring that is cut off in the middle is heard all the same, and twice where it is sent again.
+        """Close, and wait until what waits is sent, for a second at most: before `run` is cancelled, while there still
+        are connections. A ring that is cut off in the middle is heard all the same, and twice where it is sent again.
         """
         self.close()
         self._flush_by = anyio.current_time() + _FLUSH_SECONDS

@@ -166,11 +166,20 @@ class Executor:
 
     def _queue(self, slot: Slot, job: DispatchJob, handler: Handler, gate: Gate) -> None:
         """Let a job wait here for its operation's turn; send it away where enough do, so that others get the slots."""
-        if len(gate.waiting) < max(1, min(gate.limit, self._slots.capacity // 2)):
-            gate.waiting.append(slot)
-            if slot.deadline < self._deadlines.horizon:
-                self._deadlines.arm(slot)
-            return
+        if len(gate.waiting) >= max(1, min(gate.limit, self._slots.capacity // 2)):
+            # Its place is another tenant's, where that has more of them.
+            sent_away = gate.waiting.take_from_longer(job.tenant_id)
+            while sent_away is not None and sent_away.state is not WAITING:
+                sent_away = gate.waiting.take_from_longer(job.tenant_id)
+            self._send_away(sent_away or slot, handler, gate)
+            if sent_away is None:
+                return
+        gate.waiting.put(job.tenant_id, slot)
+        if slot.deadline < self._deadlines.horizon:
+            self._deadlines.arm(slot)
+
+    def _send_away(self, slot: Slot, handler: Handler, gate: Gate) -> None:
+        assert isinstance(slot.job, DispatchJob)
         now = time.monotonic()
         # They come back one by one, at the pace at which this operation gets through them, a minute ahead at most.
         pace = handler.seconds / gate.limit
@@ -180,7 +189,7 @@ class Executor:
         else:
             gate.next_start = when
         # Half of what remains: one that would come back after its deadline would end now.
-        self._end(slot, self._ends.sent_away(slot, min(when - now, job.remaining() / 2)))
+        self._end(slot, self._ends.sent_away(slot, min(when - now, slot.job.remaining() / 2)))
 
     def _leave_gate(self, handler: Handler) -> None:
         gate = handler.gate
@@ -188,7 +197,7 @@ class Executor:
             return
         gate.running -= 1
         while gate.waiting and gate.running < gate.limit:
-            slot = gate.waiting.popleft()
+            slot = gate.waiting.take()
             if slot.state is WAITING and slot.cause is None:
                 gate.running += 1
                 # Not at once, from within another's end: the stack would grow with the queue.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
 from dispatch_core.codec import check_name
 from dispatch_core.errors import HandlerRegistrationError, InvalidNameError
 from dispatch_core.models import DispatchJob
+from relay_sdk.fair_queue import FairQueue
 from relay_sdk.outcomes import Outcome
 
 __all__ = ["Gate", "Handler", "HandlerFunction", "Registry"]
@@ -25,14 +25,14 @@ _FALLBACK: Final = "the fallback"
 
 
 class Gate:
-    """How many jobs may run at once behind one limit, and the slots of those that wait before it, in order."""
+    """How many jobs may run at once behind one limit, and the slots of those that wait before it."""
 
     __slots__ = ("limit", "next_start", "running", "waiting")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.running = 0
-        self.waiting: deque[Any] = deque()
+        self.waiting: FairQueue[Any] = FairQueue()
         self.next_start = 0.0
         """When, by the monotonic clock, the last job that was sent away from here is to come back."""
 

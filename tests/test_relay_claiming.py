@@ -295,6 +295,33 @@ async def test_an_operation_at_its_limit_does_not_hold_up_the_others(database: T
     assert max(most) == 2
 
 
+async def test_a_lone_job_does_not_wait_behind_the_backlog_that_fills_its_operations_line(
+    database: TestDatabase, gateway: Any
+) -> None:
+    """Tenants take turns in the line, and who has most of its places gives one up."""
+    go_on = asyncio.Semaphore(0)
+    started: list[str] = []
+    relay = new_relay(database, tenants=["big", "lone"], concurrency=20, **NEVER)
+
+    @relay.handler("Slow", concurrency=4)
+    async def slow(job: DispatchJob) -> None:
+        started.append(job.tenant_id)
+        await go_on.acquire()
+
+    big, lone = Jobs(gateway, "big"), Jobs(gateway, "lone")
+    # Four run, four wait, and the others were sent away for a while.
+    await big.enqueue_many(16, "Slow")
+    async with running(relay, grace_seconds=0):
+        await eventually(lambda: len(started) == 4 and relay.health().in_hand == 8)
+        await lone.enqueue("Slow")
+        await lone.ring()
+        await eventually(lambda: relay.metrics.jobs_claimed == 17)
+        go_on.release()
+        go_on.release()
+        await eventually(lambda: len(started) == 6)
+    assert sorted(started[4:]) == ["big", "lone"]
+
+
 async def test_a_job_that_waits_for_its_turn_keeps_its_lease(database: TestDatabase, gateway: Any, admin: Any) -> None:
     relay = new_relay(database, lease_seconds=0.9, sweep_seconds=0.2)
     go_on = asyncio.Event()
