@@ -41,7 +41,16 @@ from dispatch_core.models import (
     Settled,
     WriteOutcome,
 )
-from dispatch_core.requests import MAX_BODY_BYTES, MAX_TTL_SECONDS, EnqueueRow, Preparer, columns, duration, prepare
+from dispatch_core.requests import (
+    MAX_BODY_BYTES,
+    MAX_TTL_SECONDS,
+    EnqueueRow,
+    Preparer,
+    columns,
+    duration,
+    prepare,
+    uuid_array,
+)
 
 __all__ = ["CLAIMED_BODIES_BYTES", "EnqueueRow", "RelayDispatchRepository", "prepare"]
 
@@ -50,7 +59,7 @@ CLAIMED_BODIES_BYTES: Final = 4 * 1024 * 1024
 
 _MAX_KEEP_SECONDS: Final = 10_000 * 86400.0
 
-_ENQUEUE: Final = "select relay.enqueue($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
+_ENQUEUE: Final = "select relay.enqueue($1, $2::text::uuid[], $3, $4, $5, $6, $7, $8, $9, $10, $11)"
 _ENQUEUE_KEYED: Final = (
     "select job_id, duplicate from relay.enqueue_keyed($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
 )
@@ -80,8 +89,9 @@ _RETRY: Final = "select n, outcome, status from relay.retry($1, $2, $3, $4, $5, 
 _RELEASE: Final = "select n, outcome, status from relay.release($1, $2, $3, $4, $5, $6)"
 _RECLAIM: Final = "select tenant_id, relay_id, job_id, status from relay.reclaim($1, $2, $3, $4)"
 _POLL: Final = (
-    "select n, job_id, status, attempt, response_status, response_headers, response_body, error_code, error_message,"
-    " created_at, claimed_at, completed_at, expires_at, remaining, fits from relay.poll($1, $2, $3)"
+    "select n, status, attempt, response_status, response_headers, response_body, error_code, error_message,"
+    " created_at, claimed_at, completed_at, expires_at, date_part('epoch', remaining), fits"
+    " from relay.poll($1, $2::text::uuid[], $3)"
 )
 # The tenant comes back too: without one given it is the caller's, which only the server knows here.
 _MARK_EXPIRED: Final = (
@@ -254,8 +264,19 @@ class RelayDispatchRepository:
         if not ids:
             await self._require_tenant()
             return {}, []
+        found, places = await self.poll_places(ids, batch_limit_bytes=batch_limit_bytes, timeout=timeout)
+        answers = {job_id: result for job_id, result in zip(ids, found, strict=True) if result is not None}
+        return answers, [ids[place] for place in places]
+
+    async def poll_places(
+        self, ids: Sequence[UUID], *, batch_limit_bytes: int = 4 * 1024 * 1024, timeout: float | None = None
+    ) -> tuple[list[DispatchResult | MalformedHeadersError | None], list[int]]:
+        """Do as `poll_page` for at least one id, each of which may come more than once.
+
+        Returns an answer for each place in `ids`, None for unknown ones, and the places to ask for again.
+        """
         with mapped_errors(job_id=ids[0] if len(ids) == 1 else None):
-            records = await self._conn.fetch(_POLL, self._tenant, ids, batch_limit_bytes, timeout=timeout)
+            records = await self._conn.fetch(_POLL, self._tenant, uuid_array(ids), batch_limit_bytes, timeout=timeout)
         return read.results(records, ids)
 
     async def mark_expired(self, job_id: UUID) -> int:

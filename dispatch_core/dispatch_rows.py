@@ -253,38 +253,56 @@ def _note(found: ClaimedJobs, tenant: str, count: int, highest: int) -> None:
 
 def results(
     records: Sequence[Any], ids: Sequence[UUID]
-) -> tuple[dict[UUID, DispatchResult | MalformedHeadersError], list[UUID]]:
-    """Read the rows of `relay.poll`: the answers, and the ids whose result did not fit any more.
+) -> tuple[list[DispatchResult | MalformedHeadersError | None], list[int]]:
+    """Read the rows of `relay.poll`: an answer for each of `ids`, None for unknown ones; and the places of those whose
+    result did not fit any more.
 
     A job with malformed headers has the error as its answer.
     """
-    answers: dict[UUID, DispatchResult | MalformedHeadersError] = {}
-    left: list[UUID] = []
-    for record in records:
-        job_id = ids[record[0] - 1]
-        if not record[14]:
-            left.append(job_id)
+    answers: list[DispatchResult | MalformedHeadersError | None] = [None] * len(ids)
+    left: list[int] = []
+    decode = codec.decode_headers
+    for (
+        n,
+        status,
+        attempt,
+        response_status,
+        response_headers,
+        response_body,
+        error_code,
+        error_message,
+        created_at,
+        claimed_at,
+        completed_at,
+        expires_at,
+        remaining,
+        fits,
+    ) in records:
+        place = n - 1
+        if not fits:
+            left.append(place)
             continue
+        job_id = ids[place]
         headers: dict[str, str | list[str]] | None = None
-        if record[5] is not None:
+        if response_headers is not None:
             try:
-                headers = codec.decode_headers(record[5], job_id)
+                headers = decode(response_headers, job_id)
             except MalformedHeadersError as error:
-                answers[job_id] = error
+                answers[place] = error
                 continue
-        answers[job_id] = DispatchResult(
+        answers[place] = DispatchResult(
             job_id,
-            STATUSES[record[2]],
-            record[4],
+            STATUSES[status],
+            response_status,
             headers,
-            record[6],
-            record[7],
-            record[8],
-            record[3],
-            record[9],
-            record[10],
-            record[11],
-            record[12],
-            record[13].total_seconds(),
+            response_body,
+            error_code,
+            error_message,
+            attempt,
+            created_at,
+            claimed_at,
+            completed_at,
+            expires_at,
+            remaining,
         )
     return answers, left

@@ -27,6 +27,7 @@ __all__ = [
     "columns",
     "duration",
     "prepare",
+    "uuid_array",
 ]
 
 DEFAULT_TTL_SECONDS: Final = 300.0
@@ -82,12 +83,12 @@ class EnqueueRow:
 
 
 def columns(rows: Sequence[EnqueueRow]) -> tuple[object, ...]:
-    """Return rows as the arrays of `relay.enqueue`: a value that all have is sent once, or not at all where it is the
-    function's default. (Bodies are not compared: they hardly ever are the same.)"""
+    """Return rows as the arrays of `relay.enqueue`, the ids as the text of one: a value that all have is sent once, or
+    not at all where it is the function's default. (Bodies are not compared: they hardly ever are the same.)"""
     if len(rows) == 1:
         row = rows[0]
         return (
-            [row.job_id],
+            f"{{{row.job_id.hex}}}",
             [row.relay_id],
             [row.operation],
             None if row.headers == "{}" else [row.headers],
@@ -98,7 +99,7 @@ def columns(rows: Sequence[EnqueueRow]) -> tuple[object, ...]:
             None if row.delay is None else [row.delay],
         )
     return (
-        [row.job_id for row in rows],
+        uuid_array([row.job_id for row in rows]),
         _one_or_all([row.relay_id for row in rows]),
         _one_or_all([row.operation for row in rows]),
         _one_or_all([row.headers for row in rows], "{}"),
@@ -108,6 +109,20 @@ def columns(rows: Sequence[EnqueueRow]) -> tuple[object, ...]:
         _one_or_all([row.expires_at for row in rows], None),
         _one_or_all([row.delay for row in rows], None),
     )
+
+
+def uuid_array(ids: Iterable[UUID]) -> str:
+    """Return ids as the text of an array, for a parameter that is cast to `text` first.
+
+    Of each element of a list the driver asks whether it is an array itself, which takes ten times as long.
+
+    Raises: InvalidInputError.
+    """
+    try:
+        # A comma every 16 bytes: many times faster than the ids' own texts, joined.
+        return f"{{{b''.join([job_id.bytes for job_id in ids]).hex(',', 16)}}}"
+    except (AttributeError, TypeError):
+        raise InvalidInputError("a job id must be a UUID") from None
 
 
 _NO_DEFAULT: Final = object()

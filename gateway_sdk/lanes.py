@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 from uuid import UUID
 
 import anyio
@@ -28,21 +28,17 @@ from dispatch_core.errors import (
     RelayDispatchError,
     TenancyError,
 )
-from dispatch_core.models import DispatchResult
 from dispatch_core.ring_inside import RingInside
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.waits import Polled, for_job
 from gateway_sdk.wakes import Wakes
 
-__all__ = ["EnqueueItem", "Lanes", "Polled", "TenantLanes", "Withdrawal", "bounded"]
+__all__ = ["Asker", "EnqueueItem", "Lanes", "Look", "TenantLanes", "Withdrawal", "bounded"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 Answer = TypeVar("Answer")
-
-Polled: TypeAlias = tuple[DispatchResult | None, float] | None
-"""Where a job stands (None: unknown), and a monotonic time that is not after its deadline; or None alone: it has ended,
-and its result found no room in this answer, so it is to be asked for again."""
 
 _BUSY_TRIES: Final = 5
 _POLL_REPEATS: Final = 2
@@ -85,6 +81,34 @@ class Withdrawal(NamedTuple):
 
     job_id: UUID
     give_up_at: float
+
+
+class Asker(Protocol):
+    """Who asks where a job stands: a job that is waited for, or a look."""
+
+    job_id: UUID
+
+    def polled(self, answer: Polled | Exception) -> None: ...
+
+
+class Look:
+    """One question where a job stands, of one caller."""
+
+    __slots__ = ("answer", "job_id")
+
+    def __init__(self, job_id: UUID) -> None:
+        self.job_id = job_id
+        self.answer: asyncio.Future[Polled] = asyncio.get_running_loop().create_future()
+
+    def polled(self, answer: Polled | Exception) -> None:
+        """Give the answer, if somebody still waits for it."""
+        if self.answer.done():
+            return
+        if isinstance(answer, Exception):
+            self.answer.set_exception(for_job(answer, self.job_id))
+            self.answer.exception()  # seen, whether or not anybody still awaits it
+        else:
+            self.answer.set_result(answer)
 
 
 class TenantLanes(Generic[In, Out]):
@@ -153,7 +177,7 @@ class Lanes:
         self._enqueues = 0
         self._wakes = Wakes(doorbell)
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
-        self.poll = TenantLanes[UUID, Polled](start_soon, self._make_poll)
+        self.poll = TenantLanes[Asker, Polled](start_soon, self._make_poll)
         self.expire = TenantLanes[Withdrawal, int](start_soon, self._make_expire)
 
     def drop_idle(self) -> None:
@@ -245,15 +269,16 @@ class Lanes:
 
     # --- poll ---
 
-    def _make_poll(self, tenant: str) -> Batcher[UUID, Polled]:
-        async def flush(job_ids: list[UUID]) -> Sequence[Polled | Exception]:
-            return await self._send_poll(tenant, job_ids)
+    def _make_poll(self, tenant: str) -> Batcher[Asker, Polled]:
+        async def flush(askers: list[Asker]) -> Sequence[Polled | Exception]:
+            return await self._send_poll(tenant, [asker.job_id for asker in askers])
 
         return Batcher(
             flush,
             max_items=self._settings.poll_batch_items,
             concurrency=2,
             splits=_is_fault_of_one_row,
+            answered=_answer_askers,
         )
 
     async def _send_poll(self, tenant: str, job_ids: list[UUID]) -> Sequence[Polled | Exception]:
@@ -263,7 +288,7 @@ class Lanes:
             try:
                 async with self._polls, self._database.connection(until - time.monotonic()) as conn:
                     sent_at = time.monotonic()
-                    results, left = await RelayDispatchRepository(conn, tenant).poll_page(
+                    found, left = await RelayDispatchRepository(conn, tenant).poll_places(
                         job_ids, timeout=max(0.001, until - sent_at)
                     )
                 break
@@ -278,22 +303,16 @@ class Lanes:
             self.ring_inside.round_trip(time.monotonic() - sent_at)
         self._counters.polled += len(job_ids) - len(left)
         self._counters.poll_statements += 1
-        # Not asked for here: each page is answered when it is there, and has a statement and a timeout of its own.
-        again = set(left)
-        answers: list[Polled | Exception] = []
-        for job_id in job_ids:
-            if job_id in again:
-                answers.append(None)
-                continue
-            result = results.get(job_id)
-            if isinstance(result, Exception):
-                answers.append(result)
-                continue
-            if result is None:
-                answers.append((None, math.inf))
-                continue
+        answers: list[Polled | Exception] = [
             # The clock was read after the call was sent, so this is never after the true deadline.
-            answers.append((result, sent_at + result.remaining))
+            result
+            if isinstance(result, Exception) or (result is not None and result.status.is_terminal)
+            else (result, math.inf if result is None else sent_at + result.remaining)
+            for result in found
+        ]
+        # Not asked for here: each page is answered when it is there, and has a statement and a timeout of its own.
+        for place in left:
+            answers[place] = None
         return answers
 
     # --- withdraw ---
@@ -338,6 +357,17 @@ async def bounded(database: Database, seconds: float, run: Callable[[Connection]
         with anyio.move_on_at(until):
             return await run(conn)
         raise ConnectionLostError("PostgreSQL did not answer in time")
+
+
+def _answer_askers(askers: Sequence[Asker], answers: Sequence[Polled | Exception]) -> None:
+    fault: Exception | None = None
+    for asker, answer in zip(askers, answers, strict=True):
+        try:
+            asker.polled(answer)
+        except Exception as error:  # noqa: BLE001  raised below, once the others have their answers
+            fault = fault or error
+    if fault is not None:
+        raise fault
 
 
 def _is_fault_of_one_row(error: RelayDispatchError) -> bool:

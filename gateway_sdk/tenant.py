@@ -33,9 +33,9 @@ from dispatch_core.errors import (
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
 from gateway_sdk.direct import Load
-from gateway_sdk.lanes import EnqueueItem, Polled, Withdrawal
+from gateway_sdk.lanes import EnqueueItem, Look, Withdrawal
 from gateway_sdk.runtime import Runtime
-from gateway_sdk.waits import Outcome, Wait, for_job
+from gateway_sdk.waits import Outcome, Polled, Wait
 
 __all__ = ["TenantClient"]
 
@@ -205,23 +205,18 @@ class TenantClient:
         wait = self._runtime.waiter.add(
             self._tenant,
             row.job_id,
-            _into(future),
+            future,
             timeout=seconds,
             storing=True,
             deadline=None if lifetime is None else started_at + lifetime,
             ends_first=seconds is not None and lifetime is not None and seconds <= lifetime,
         )
-
-        def on_enqueued(_item: object, answer: bool | Exception) -> None:
-            if isinstance(answer, Exception):
-                wait.end(for_job(answer, row.job_id))
-            else:
-                wait.stored()
-
         try:
             item = EnqueueItem(row, True, give_up_at)
-            item.sink = on_enqueued
-            self._runtime.lanes.enqueue[self._tenant].put_nowait(item, row.size, on_enqueued)
+            item.sink = wait
+            self._runtime.lanes.enqueue[self._tenant].put_nowait(item, row.size, wait)
+            # What is sent is nobody's once it is stored: thousands of calls wait here at once.
+            del item, row
             return _value(await future)
         finally:
             wait.close()
@@ -239,7 +234,7 @@ class TenantClient:
         """
         seconds = _timeout(timeout)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        wait = self._runtime.waiter.add(self._tenant, _job_id(job_id), _into(future), timeout=seconds)
+        wait = self._runtime.waiter.add(self._tenant, _job_id(job_id), future, timeout=seconds)
         try:
             return _value(await future)
         finally:
@@ -287,8 +282,10 @@ class TenantClient:
         with self._runtime.under_way(wanted):
             polled: Polled = None
             while polled is None:
-                polled = await self._runtime.lanes.poll[self._tenant].submit(wanted)
-        return polled[0]
+                look = Look(wanted)
+                self._runtime.lanes.poll[self._tenant].put(look, 0)
+                polled = await look.answer
+        return polled[0] if isinstance(polled, tuple) else polled
 
     async def poll_many(self, job_ids: Iterable[UUID]) -> dict[UUID, DispatchResult | MalformedHeadersError]:
         """Return where each known job stands; unknown ids are missing. Changes nothing.
@@ -338,14 +335,6 @@ class TenantClient:
         if notify and (not duplicate or job_id == row.job_id):
             self._runtime.doorbell.ring_relay(self._tenant, row.relay_id)
         return job_id
-
-
-def _into(future: asyncio.Future[Outcome]) -> Any:
-    def deliver(outcome: Outcome) -> None:
-        if not future.done():
-            future.set_result(outcome)
-
-    return deliver
 
 
 def _value(outcome: Outcome) -> DispatchResult:

@@ -35,9 +35,9 @@ from gateway_sdk.alarms import Alarms
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.due import Due
 from gateway_sdk.health import GatewayCounters
-from gateway_sdk.lanes import Lanes, Polled, Withdrawal
+from gateway_sdk.lanes import Lanes, Withdrawal
 from gateway_sdk.settings import GatewaySettings
-from gateway_sdk.waits import Job, Outcome, Room, Wait, for_job
+from gateway_sdk.waits import Deliver, Job, Outcome, Polled, Room, Wait, for_job
 
 __all__ = ["ResultWaiter"]
 
@@ -80,14 +80,15 @@ class ResultWaiter:
         self,
         tenant: str,
         job_id: UUID,
-        deliver: Callable[[Outcome], None],
+        deliver: Deliver,
         *,
         timeout: float | None = None,
         storing: bool = False,
         deadline: float | None = None,
         ends_first: bool = False,
     ) -> Wait:
-        """Call `deliver(outcome)` once, when the job has ended, `timeout` seconds have passed, or the deadline.
+        """Call `deliver(outcome)` once, or resolve that future: when the job has ended, `timeout` seconds have passed,
+        or the deadline is reached.
 
         With a `timeout` of 0 it waits for the answer to one poll, but no longer than `_SILENCE_SECONDS`.
 
@@ -100,7 +101,7 @@ class ResultWaiter:
             raise self._closed(job_id)
         room = self._rooms.get(tenant)
         if room is None:
-            room = self._rooms[tenant] = Room(tenant)
+            room = self._rooms[tenant] = Room(tenant, self)
             self._join(room)
         key = job_id.hex
         job = room.jobs.get(key)
@@ -108,11 +109,11 @@ class ResultWaiter:
         if job is None:
             job = room.jobs[key] = Job(room, job_id, key, storing)
             room.empty_since = None
-        wait = Wait(self, job, deliver)
+        wait = Wait(job, deliver)
         job.waits.append(wait)
         wait.is_look = timeout == 0 and not storing
         if timeout is not None:
-            wait.timer = self._alarms.call_later(_SILENCE_SECONDS if wait.is_look else timeout, self._timed_out, wait)
+            self._alarms.time_out(_SILENCE_SECONDS if wait.is_look else timeout, wait)
         if is_new:
             if ends_first:
                 job.deadline = deadline
@@ -190,16 +191,19 @@ class ResultWaiter:
             job.again = True
             return
         try:
-            lane = self._lanes.poll[job.room.tenant]
-            lane.put_nowait(job.job_id, 0, partial(self._polled, job))
+            self._lanes.poll[job.room.tenant].put(job, 0)
         except RelayDispatchError:
             return  # closing: `close` ends the waits
         job.polling = True
         job.asked_at = time.monotonic()
 
-    def _polled(self, job: Job, _job_id: UUID, answer: Polled | Exception) -> None:
+    def on_polled(self, job: Job, answer: Polled | Exception) -> None:
+        """Take the answer to a poll of the job."""
         job.polling = False
         if not job.waits:
+            return
+        if isinstance(answer, DispatchResult):
+            self._ended(job, answer)
             return
         if isinstance(answer, Exception):
             self._poll_failed(job, answer)
@@ -215,7 +219,7 @@ class ResultWaiter:
         result, deadline = answer
         if result is None:
             self._finish(job, partial(UnknownJobError, job_id=job.job_id))
-        elif not result.is_terminal:
+        else:
             job.at_deadline = False
             self._arm(job, deadline)
             self._plan(job)
@@ -224,8 +228,11 @@ class ResultWaiter:
                 self._poll(job)
             else:
                 for wait in [wait for wait in job.waits if wait.is_look]:
-                    self._timed_out(wait)
-        elif result.status is DispatchStatus.EXPIRED and result.completed_at is None and not job.marked:
+                    self.on_timed_out(wait)
+
+    def _ended(self, job: Job, result: DispatchResult) -> None:
+        job.error = None
+        if result.status is DispatchStatus.EXPIRED and result.completed_at is None and not job.marked:
             job.expired = result
             self._mark(job)
         else:
@@ -241,17 +248,16 @@ class ResultWaiter:
             job.error = error
             if job.timer is None:
                 # No deadline is known, so those who gave no timeout would wait without any bound.
-                for wait in [wait for wait in job.waits if wait.timer is None]:
+                for wait in [wait for wait in job.waits if not wait.is_set]:
                     self.on_left(wait)
                     wait.end(for_job(error, job.job_id))
             if job.waits:
                 self._plan(job)
 
-    def _timed_out(self, wait: Wait) -> None:
+    def on_timed_out(self, wait: Wait) -> None:
+        """End a wait whose time is over."""
         job = wait.job
-        if wait.timer is not None:
-            wait.timer.cancel()
-            wait.timer = None
+        wait.cancel()
         if job.expired is not None:
             outcome: Outcome = job.expired
         elif job.error is not None:

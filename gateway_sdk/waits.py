@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from collections.abc import Callable
@@ -10,52 +11,74 @@ from uuid import UUID
 
 from dispatch_core.errors import RelayDispatchError
 from dispatch_core.models import DispatchResult
-from gateway_sdk.alarms import Alarm
+from gateway_sdk.alarms import Alarm, Timeout
 
-__all__ = ["Job", "Outcome", "Room", "Wait", "for_job"]
+__all__ = ["Deliver", "Job", "Keeper", "Outcome", "Polled", "Room", "Wait", "for_job"]
 
 Outcome: TypeAlias = DispatchResult | Exception
 """How a wait ends. An error is a value here, because it may never be asked for."""
 
+Deliver: TypeAlias = "asyncio.Future[Outcome] | Callable[[Outcome], None]"
 
-class _Keeper(Protocol):
-    """What a wait needs of the waiter that keeps it."""
+Polled: TypeAlias = DispatchResult | tuple[DispatchResult | None, float] | None
+"""The result of a job that has ended; or where it stands (None: unknown) and a monotonic time that is not after its
+deadline; or None alone: it has ended, and its result found no room in this answer, so it is to be asked for again."""
+
+
+class Keeper(Protocol):
+    """What waits and jobs need of the waiter that keeps them."""
 
     def on_stored(self, job: Job) -> None: ...
 
     def on_left(self, wait: Wait) -> None: ...
 
+    def on_timed_out(self, wait: Wait) -> None: ...
 
-class Wait:
-    """One caller's wait for one job. Close it, whatever has come of it."""
+    def on_polled(self, job: Job, answer: Polled | Exception) -> None: ...
 
-    __slots__ = ("_deliver", "_keeper", "is_look", "job", "timer")
 
-    def __init__(self, keeper: _Keeper, job: Job, deliver: Callable[[Outcome], None]) -> None:
-        self._keeper = keeper
-        self._deliver: Callable[[Outcome], None] | None = deliver
+class Wait(Timeout):
+    """One caller's wait for one job. Close it, whatever has come of it.
+
+    Of waits there are thousands, and the collector looks at each object of theirs again and again: so a future is kept
+    as it is, with no call-back around it, and the timeout and what a call needs besides are no objects of their own.
+    """
+
+    __slots__ = ("_deliver", "is_look", "job")
+
+    def __init__(self, job: Job, deliver: Deliver) -> None:
+        super().__init__()
+        self._deliver: Deliver | None = deliver
         self.job = job
-        self.timer: Alarm | None = None
         self.is_look = False
         """It ends with the next answer, whatever that is."""
 
-    def stored(self) -> None:
-        """Say that the job which was to be enqueued is committed."""
-        self._keeper.on_stored(self.job)
+    def __call__(self, _item: object, answer: bool | Exception) -> None:
+        """Take the answer to the enqueue of the job, as the call-back that a lane calls."""
+        if isinstance(answer, Exception):
+            self.end(for_job(answer, self.job.job_id))
+        else:
+            self.job.room.keeper.on_stored(self.job)
 
     def end(self, outcome: Outcome) -> None:
         """Deliver `outcome`, unless another one was first."""
         deliver, self._deliver = self._deliver, None
-        if deliver is not None:
+        if isinstance(deliver, asyncio.Future):
+            if not deliver.done():
+                deliver.set_result(outcome)
+        elif deliver is not None:
             deliver(outcome)
+
+    def timed_out(self) -> None:
+        """Tell the waiter."""
+        self.job.room.keeper.on_timed_out(self)
 
     def close(self) -> None:
         """Stop to wait. Idempotent: yes."""
         self._deliver = None
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-        self._keeper.on_left(self)
+        if self._set_in is not None:
+            self.cancel()
+        self.job.room.keeper.on_left(self)
 
 
 class Job:
@@ -109,6 +132,10 @@ class Job:
         self.marked = False
         """We have tried to store that."""
 
+    def polled(self, answer: Polled | Exception) -> None:
+        """Take the answer to a poll."""
+        self.room.keeper.on_polled(self, answer)
+
     def is_silent(self, seconds: float) -> bool:
         """Tell whether a poll has had no answer for so long."""
         return self.polling and time.monotonic() - self.asked_at >= seconds
@@ -126,9 +153,10 @@ def for_job(error: Exception, job_id: UUID) -> Exception:
 class Room:
     """The jobs of one tenant, by the hexadecimal form of their ids, which is what a push carries."""
 
-    __slots__ = ("empty_since", "jobs", "tenant")
+    __slots__ = ("empty_since", "jobs", "keeper", "tenant")
 
-    def __init__(self, tenant: str) -> None:
+    def __init__(self, tenant: str, keeper: Keeper) -> None:
         self.tenant = tenant
+        self.keeper = keeper
         self.jobs: dict[str, Job] = {}
         self.empty_since: float | None = None

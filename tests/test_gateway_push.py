@@ -376,13 +376,11 @@ async def test_polls_of_large_results_come_in_answers_of_bounded_size(
 ) -> None:
     """From the first poll on, and on a link on which the whole takes longer than a poll may, and a page does not."""
     sizes: list[int] = []
-    poll_page = RelayDispatchRepository.poll_page
+    poll_places = RelayDispatchRepository.poll_places
 
     async def weighed(self: RelayDispatchRepository, job_ids: list[UUID], **options: Any) -> Any:
-        answers, left = await poll_page(self, job_ids, **options)
-        sizes.append(
-            sum(len(each.response_body or b"") for each in answers.values() if not isinstance(each, Exception))
-        )
+        answers, left = await poll_places(self, job_ids, **options)
+        sizes.append(sum(len(each.response_body or b"") for each in answers if isinstance(each, DispatchResult)))
         return answers, left
 
     async with open_client(database.gateway_dsn) as client:
@@ -392,7 +390,7 @@ async def test_polls_of_large_results_come_in_answers_of_bounded_size(
         open_client(proxy.dsn(database.gateway_dsn), poll_interval_seconds=NEVER, poll_timeout_seconds=3.0) as client,
     ):
         acme = client.tenant("acme")
-        monkeypatch.setattr(RelayDispatchRepository, "poll_page", weighed)
+        monkeypatch.setattr(RelayDispatchRepository, "poll_places", weighed)
         proxy.mode = "delay"
         with anyio.fail_after(20):
             assert {result.job_id async for result in acme.as_completed(ids)} == set(ids)
