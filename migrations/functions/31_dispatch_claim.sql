@@ -111,6 +111,7 @@ declare
   v_before  text;
   v_tenant  text;
   v_after   bigint;
+  v_due     timestamptz;
   v_wait    interval;
   v_now     timestamptz;
   v_rows    tid[];
@@ -136,19 +137,23 @@ begin
       if v_turn = 0 and v_quota >= 64 then
         perform relay.claim_turn(v_tenant, p_relay);
       end if;
-      -- One probe, because as a rule there is no delayed job, and a call costs several times as much.
-      perform 1 from relay.s2r_relay_dispatch_queue q
+      v_now := clock_timestamp();
+      -- One probe, because as a rule no delayed job is due, and a call costs several times as much.
+      select q.available_at into v_due from relay.s2r_relay_dispatch_queue q
       where q.tenant_id = v_tenant and q.relay_id = p_relay and q.state = 'delayed'
       order by q.available_at limit 1;
-      if found and v_turn < v_tenants then
-        v_wait := relay.promote_due(v_tenant, p_relay, p_limit);
+      if v_due is not null and v_turn < v_tenants then
+        v_wait := v_due - v_now;
+        if v_due <= v_now then
+          v_wait := relay.promote_due(v_tenant, p_relay, p_limit);
+          v_now := clock_timestamp();
+        end if;
         if v_wait is not null then
           outcome := 'delayed'; tenant_id := v_tenant; remaining := v_wait;
           return next;
         end if;
       end if;
 
-      v_now := clock_timestamp();
       -- A sub-select with LIMIT and FOR UPDATE is run as it stands, once: no plan takes more rows than the limit.
       select count(*), array_agg(l.row_id) filter (where not l.late), array_agg(l.row_id) filter (where l.late)
       into v_got, v_rows, v_late
