@@ -26,7 +26,7 @@ from anyio.abc import TaskStatus
 from dispatch_core.backoff import Backoff
 from dispatch_core.batcher import Batcher
 from dispatch_core.database import Database
-from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.dispatch import CLAIMED_BODIES_BYTES, RelayDispatchRepository
 from dispatch_core.dispatch_rows import SUCCEEDED
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import (
@@ -50,6 +50,10 @@ logger = logging.getLogger(__name__)
 
 _ROW_BYTES: Final = 300
 """What a row of a batch has on the wire, but for headers, body and message."""
+
+_BATCH_BYTES: Final = 2 * CLAIMED_BODIES_BYTES
+"""So that replies as large as what was asked fit in one batch for each claim: else the last of each claim had one of its
+own, and a claim of its own after it."""
 
 _COMPLETERS: Final = 2
 """Batches under way at once: one is applied while the next one is read."""
@@ -91,6 +95,7 @@ class Completer:
         new = partial(
             Batcher[Slot, Settled],
             max_items=settings.complete_batch,
+            max_bytes=_BATCH_BYTES,
             idempotent=True,
             retries=None,
             backoff_base=0.05,

@@ -63,6 +63,21 @@ async def test_a_drained_backlog_takes_a_claim_and_a_completion_per_batch_and_no
     assert elements <= 3 * len(completions)
 
 
+async def test_replies_as_large_as_what_a_claim_brings_are_written_in_one_batch(
+    database: TestDatabase, gateway: Any, statements: list[tuple[str, tuple[Any, ...]]]
+) -> None:
+    await Jobs(gateway).enqueue_many(64, body=b"x" * 65536)
+    statements.clear()
+    relay = new_relay(database, **NEVER)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> Reply:
+        return Reply(job.body)
+
+    await relay.run(drain=True)
+    assert [sum(args[3]) for name, args in statements if name == "complete"] == [64]
+
+
 async def test_an_idle_relay_makes_one_statement_a_poll_and_sweeps_only_when_a_claim_has_found_that_one_is_due(
     database: TestDatabase, worker: Any, admin: Any, statements: list[tuple[str, tuple[Any, ...]]]
 ) -> None:
