@@ -7,9 +7,10 @@ import secrets
 import socket
 from uuid import UUID
 
+from asyncpg.pgproto import pgproto
 from uuid_utils.compat import uuid7
 
-__all__ = ["new_id", "new_instance_id"]
+__all__ = ["id_of", "new_id", "new_instance_id"]
 
 
 def new_id() -> UUID:
@@ -18,6 +19,12 @@ def new_id() -> UUID:
     A client makes the id *before* the first try, so that a retry after a lost reply finds its own row.
     """
     return uuid7()
+
+
+def id_of(raw: bytes) -> UUID:
+    """Return the id of these 16 bytes, made as the driver makes those that it reads: in a tenth of the time."""
+    made: UUID = pgproto.UUID(raw)
+    return made
 
 
 def new_instance_id(prefix: str) -> str:

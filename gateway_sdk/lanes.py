@@ -267,6 +267,18 @@ class Lanes:
                 self._wakes.ring(tenant, relay_id, took, at_once=relay_id in calls)
         return inserted
 
+    async def store_together(self, tenant: str, rows: Sequence[EnqueueRow], seconds: float) -> None:
+        """Store rows that have come together by one statement of their own, and ring. Nothing is tried again."""
+        until = time.monotonic() + seconds
+        async with self._database.connection(seconds) as conn:
+            sent_at = time.monotonic()
+            await RelayDispatchRepository(conn, tenant).enqueue_rows(rows, timeout=max(0.001, until - sent_at))
+        took = time.monotonic() - sent_at
+        self._counters.enqueued += len(rows)
+        self._counters.enqueue_statements += 1
+        for relay_id in {row.relay_id for row in rows}:
+            self._wakes.ring(tenant, relay_id, took, at_once=False)
+
     # --- poll ---
 
     def _make_poll(self, tenant: str) -> Batcher[Asker, Polled]:

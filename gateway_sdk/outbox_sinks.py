@@ -23,6 +23,7 @@ from uuid import UUID
 from dispatch_core.batcher import is_row_fault
 from dispatch_core.codec import Headers
 from dispatch_core.errors import ConfigurationError, RelayDispatchError, TenancyError
+from dispatch_core.ids import id_of
 from dispatch_core.models import DispatchRequest
 from dispatch_core.outbox import OutboxEvent, OutboxPark, OutboxSettings
 from dispatch_core.requests import EnqueueRow, prepare
@@ -88,12 +89,11 @@ class DispatchSink:
     @staticmethod
     def job_id(event_id: UUID) -> UUID:
         """Return the id of the job that an event becomes, known before it is one: so its result can be waited for."""
-        digest = hashlib.sha256(_JOB_ID_DOMAIN + event_id.bytes).digest()
+        given = event_id.bytes
+        digest = hashlib.sha256(_JOB_ID_DOMAIN + given).digest()
         # The time in it is kept, and with it the order of a UUIDv7; the rest is not the event's, for it might be taken.
-        raw = bytearray(event_id.bytes[:6] + digest[:10])
-        raw[6] = event_id.bytes[6] & 0xF0 | raw[6] & 0x0F
-        raw[8] = 0x80 | raw[8] & 0x3F
-        return UUID(bytes=bytes(raw))
+        own = bytes((given[6] & 0xF0 | digest[0] & 0x0F, digest[1], 0x80 | digest[2] & 0x3F))
+        return id_of(given[:6] + own + digest[3:10])
 
     async def __call__(self, event: OutboxEvent) -> None:
         """Enqueue the job of one event. Raises: OutboxPark for what can never succeed, else the error."""
@@ -104,16 +104,55 @@ class DispatchSink:
     async def deliver_many(self, events: Sequence[OutboxEvent]) -> Sequence[Exception | None]:
         """Enqueue the jobs of events, those of a tenant in one statement."""
         runtime = self._client.runtime
-        answers = _Answers(len(events))
+        max_bytes = runtime.settings.core.max_body_bytes
         give_up_at = time.monotonic() + runtime.settings.write_timeout_seconds
+        told: list[Exception | None] = [None] * len(events)
+        rows: dict[int, EnqueueRow] = {}
         for place, event in enumerate(events):
             try:
-                item = _Item(self._made(event, runtime.settings.core.max_body_bytes), give_up_at, place)
-                item.sink = answers
-                runtime.lanes.enqueue[event.tenant_id].put_nowait(item, item.row.size, answers)
-            except (RelayDispatchError, OutboxPark) as error:
+                rows[place] = self._made(event, max_bytes)
+            except OutboxPark as error:
+                told[place] = error
+        if rows and not await self._stored_at_once(events[0].tenant_id, events, list(rows.values())):
+            for place, answer in (await self._by_lanes(events, rows, give_up_at)).items():
+                told[place] = None if answer is None else _told(answer)
+        return told
+
+    async def _stored_at_once(self, tenant: str, events: Sequence[OutboxEvent], rows: list[EnqueueRow]) -> bool:
+        """Store what nearly every batch is, jobs of one tenant that fit into one statement; False where it did not go.
+
+        Without a future, an item and an answer for each. Whatever is wrong then, the lanes find out: stored twice, a
+        job is there once.
+        """
+        runtime = self._client.runtime
+        settings = runtime.settings
+        if (
+            len(rows) > settings.enqueue_batch_items
+            or sum([row.size for row in rows]) > settings.enqueue_batch_bytes
+            or any(event.tenant_id != tenant for event in events)
+        ):
+            return False
+        try:
+            with runtime.under_way():
+                await runtime.lanes.store_together(tenant, rows, settings.write_timeout_seconds)
+        except RelayDispatchError:
+            return False
+        return True
+
+    async def _by_lanes(
+        self, events: Sequence[OutboxEvent], rows: Mapping[int, EnqueueRow], give_up_at: float
+    ) -> dict[int, Exception | None]:
+        """Store jobs as those of single calls are: tenants side by side, tried again, bisected where one is bad."""
+        runtime = self._client.runtime
+        answers = _Answers(len(rows))
+        for place, row in rows.items():
+            item = _Item(row, give_up_at, place)
+            item.sink = answers
+            try:
+                runtime.lanes.enqueue[events[place].tenant_id].put_nowait(item, row.size, answers)
+            except RelayDispatchError as error:
                 answers.put(place, error)
-        return [None if answer is None else _told(answer) for answer in await answers.all()]
+        return await answers.all()
 
     def _made(self, event: OutboxEvent, max_bytes: int) -> EnqueueRow:
         route = self._rows.get(event.kind)
@@ -141,7 +180,7 @@ class DispatchSink:
 
 
 class _Item(EnqueueItem):
-    """A row on its way, and which event's it is; -1 once that has its answer."""
+    """A row on its way, and which event's it is."""
 
     __slots__ = ("place",)
 
@@ -151,30 +190,25 @@ class _Item(EnqueueItem):
 
 
 class _Answers:
-    """What became of each of some events."""
+    """What became of each of some events, one at least."""
 
     def __init__(self, count: int) -> None:
-        self._values: list[Exception | None] = [None] * count
-        self._left = count
+        self._values: dict[int, Exception | None] = {}
+        self._count = count
         self._complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not count:
-            self._complete.set_result(None)
 
     def __call__(self, item: EnqueueItem, answer: bool | Exception) -> None:
         """Take the answer of a lane: for one item perhaps twice, and then the first one counts."""
         assert isinstance(item, _Item)
-        if item.place >= 0:
-            place, item.place = item.place, -1
-            # (False: the job was there, from a delivery before this one.)
-            self.put(place, answer if isinstance(answer, Exception) else None)
+        # (False: the job was there, from a delivery before this one.)
+        self.put(item.place, answer if isinstance(answer, Exception) else None)
 
     def put(self, place: int, error: Exception | None) -> None:
-        self._values[place] = error
-        self._left -= 1
-        if not self._left and not self._complete.done():
+        self._values.setdefault(place, error)
+        if len(self._values) == self._count and not self._complete.done():
             self._complete.set_result(None)
 
-    async def all(self) -> list[Exception | None]:
+    async def all(self) -> dict[int, Exception | None]:
         await self._complete
         return self._values
 
