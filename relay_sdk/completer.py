@@ -52,8 +52,8 @@ _ROW_BYTES: Final = 300
 """What a row of a batch has on the wire, but for headers, body and message."""
 
 _BATCH_BYTES: Final = 2 * CLAIMED_BODIES_BYTES
-"""So that replies as large as what a claim brings fit in one batch: the last one would have a batch of its own, and then
-a claim of its own."""
+"""So that replies as large as what a claim brings fit in one batch: the last would have a batch of its own, and then a
+claim of its own."""
 
 _COMPLETERS: Final = 2
 """Batches under way at once: one is applied while the next one is read."""
