@@ -338,16 +338,17 @@ class RelayDispatchRepository:
         after: Sequence[int] | None = None,
         start: int = 0,
         body_limit_bytes: int = 65536,
-        asks_for_sweep: bool = False,
+        sweep_seconds: float | None = None,
         timeout: float | None = None,
     ) -> ClaimedJobs:
         """Claim at most `limit` jobs of the relay, the lowest `seq` first; waits for no row, and many for a turn.
 
         `claimed_by` is the id of this relay instance, new at every start. `tenants` (default: the repository's own)
         take turns from `start`; `after` is a cursor for each, and without it the claim starts at zero. Bodies over
-        `body_limit_bytes` come as `body_pending`: see `fetch_body`. `asks_for_sweep`: the answer's `sweep_is_due` says
-        whether `run_sweeps` has something to do. `timeout`: seconds for the statement, in place of the connection's
-        own. Not idempotent: after a lost reply ask `claim_again` with the same `claim_id`.
+        `body_limit_bytes` come as `body_pending`: see `fetch_body`. `sweep_seconds`, between sweeps of this relay: with
+        it the answer's `sweep_is_due` says whether `run_sweeps` has something to do. `timeout`: seconds for the
+        statement, in place of the connection's own. Not idempotent: after a lost reply ask `claim_again` with the same
+        `claim_id`.
         """
         _check_holder(relay_id, claimed_by)
         names = [self._tenant] if tenants is None else list(tenants)
@@ -365,7 +366,7 @@ class RelayDispatchRepository:
                 start,
                 body_limit_bytes,
                 CLAIMED_BODIES_BYTES,
-                asks_for_sweep,
+                None if sweep_seconds is None else duration("sweep_seconds", sweep_seconds, MAX_TTL_SECONDS),
                 timeout=timeout,
             )
         return read.claimed(records, relay_id, sent_at)

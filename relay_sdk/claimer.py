@@ -237,7 +237,7 @@ class Claimer:
                         tenants=turn.tenants,
                         after=turn.positions if any(turn.positions) else None,
                         body_limit_bytes=self._settings.claim_body_limit_bytes,
-                        asks_for_sweep=asks,
+                        sweep_seconds=self._settings.sweep_seconds if asks else None,
                         timeout=self._settings.patience_seconds,
                     )
                     if asks:

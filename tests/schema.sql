@@ -31,7 +31,7 @@ CREATE FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) RET
     AS $$ … $$;
 ALTER FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[] DEFAULT NULL::bigint[], p_start bigint DEFAULT 0, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304, p_sweep boolean DEFAULT false) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
+CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[] DEFAULT NULL::bigint[], p_start bigint DEFAULT 0, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304, p_sweep interval DEFAULT NULL::interval) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_indexscan TO 'off'
@@ -45,7 +45,7 @@ CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_cl
     SET plan_cache_mode TO 'force_generic_plan'
     SET "TimeZone" TO 'UTC'
     AS $$ … $$;
-ALTER FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep boolean) OWNER TO relay_api;
+ALTER FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep interval) OWNER TO relay_api;
 
 CREATE FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -728,6 +728,7 @@ ALTER FUNCTION relay.sweep_turn(p_name text, p_every interval) OWNER TO relay_ap
 CREATE FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) RETURNS TABLE(tenant_id text)
     LANGUAGE plpgsql STABLE SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_indexscan TO 'on'
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
     SET enable_sort TO 'off'
@@ -1024,8 +1025,8 @@ GRANT ALL ON FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) TO
 
 REVOKE ALL ON FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep boolean) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep boolean) TO relay_worker;
+REVOKE ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep interval) TO relay_worker;
 
 REVOKE ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) TO relay_worker;
@@ -1227,6 +1228,7 @@ REVOKE ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep inter
 GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_worker;
 GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_operator;
+GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_api;
 
 REVOKE ALL ON FUNCTION relay.unbind_tenant(p_before text) FROM PUBLIC;
 

@@ -98,7 +98,7 @@ async def test_a_cursor_is_a_hint_and_what_lies_below_it_is_found_by_a_claim_fro
 # --- the limit (C12) ----------------------------------------------------------------------------
 
 _PLANNER = ("enable_hashjoin", "enable_mergejoin", "enable_material", "enable_nestloop", "enable_indexscan")
-_CLAIM_SIGNATURE = "relay.claim(text, text[], bigint, text, uuid, interval, bigint[], bigint, bigint, bigint, boolean)"
+_CLAIM_SIGNATURE = "relay.claim(text, text[], bigint, text, uuid, interval, bigint[], bigint, bigint, bigint, interval)"
 
 
 @pytest.mark.case("C12")

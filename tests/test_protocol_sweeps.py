@@ -201,22 +201,44 @@ async def test_whoever_has_the_turn_in_an_open_transaction_is_not_waited_for(
         assert await gateway.fetchval(turn)
 
 
-async def test_a_claim_that_asks_is_told_that_a_sweep_is_due_and_no_other_claim_is(
-    worker: Connection, admin: Connection
+async def test_a_claim_that_asks_is_told_of_a_sweep_that_has_something_to_do_and_takes_the_turn_of_any_other(
+    gateway: Connection, worker: Connection, admin: Connection
 ) -> None:
     repository = RelayDispatchRepository(worker, TENANT)
 
-    async def is_due(asks: bool = True) -> bool:
-        return (await repository.claim(RELAY, claimed_by="me", asks_for_sweep=asks)).sweep_is_due
+    async def is_due(every: float | None = 3600.0) -> bool:
+        return (await repository.claim(RELAY, claimed_by="me", sweep_seconds=every)).sweep_is_due
 
-    assert await is_due()
-    assert not await is_due(asks=False)
+    async def make_turn_due(name: str) -> None:
+        await admin.execute("update relay.sweep set next_due_at = now() where name = $1", f"{name}:{RELAY}")
+
+    async def is_taken(name: str) -> bool:
+        sql = "select next_due_at > now() + interval '50 min' from relay.sweep where name = $1"
+        return bool(await admin.fetchval(sql, f"{name}:{RELAY}"))
+
+    assert await is_due(), "nobody has ever swept"
+    assert not await is_due(None)
     await _sweep(worker, RELAY, every_seconds=(3600.0,) * 4)
     assert not await is_due()
-    await admin.execute("update relay.sweep set next_due_at = now() where name like 'promote:%'")
+    await make_turn_due("promote")
     assert not await is_due()
-    await admin.execute("update relay.sweep set next_due_at = now() where name like 'expire:%'")
+    for name in ("expire", "lease"):
+        await make_turn_due(name)
+        assert not await is_due(None)
+        assert not await is_taken(name)
+        assert not await is_due()
+        assert await is_taken(name)
+    job = await claimed_job(gateway, worker)
+    await make_turn_due("lease")
+    assert not await is_due()
+    await end_lease(admin, job.job_id)
+    assert not await is_due(), "the turn is another's"
+    await make_turn_due("lease")
     assert await is_due()
+    assert not await is_taken("lease")
+    await _sweep(worker, RELAY, lease_seconds=0.001, every_seconds=(3600.0,) * 4)
+    await make_turn_due("expire")
+    assert not await is_due()
 
 
 async def test_a_sweep_whose_interval_is_null_is_not_done(

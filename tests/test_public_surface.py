@@ -91,7 +91,7 @@ SURFACE = {
 REPOSITORY = {
     "enqueue": "relay_id operation headers body json ttl expires_at delay max_attempts idempotency_key notify",
     "enqueue_many": "requests notify",
-    "claim": "relay_id claimed_by limit claim_id lease_seconds tenants after start body_limit_bytes asks_for_sweep"
+    "claim": "relay_id claimed_by limit claim_id lease_seconds tenants after start body_limit_bytes sweep_seconds"
     " timeout",
     "heartbeat": "relay_id claims claimed_by lease_seconds",
     "complete": "job_id relay_id fence claimed_by status response_status response_headers response_body error_code"

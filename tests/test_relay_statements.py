@@ -15,6 +15,7 @@ from dispatch_core.settings import CoreSettings
 from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
+from tests.support.protocol import claimed_job, end_lease
 from tests.support.relays import Jobs, new_relay, running
 
 NEVER: dict[str, Any] = {"poll_seconds": 600.0, "sweep_seconds": 600.0}
@@ -78,26 +79,30 @@ async def test_replies_as_large_as_what_a_claim_brings_are_written_in_one_batch(
     assert [sum(args[3]) for name, args in statements if name == "complete"] == [64]
 
 
-async def test_an_idle_relay_makes_one_statement_a_poll_and_sweeps_only_when_a_claim_has_found_that_one_is_due(
-    database: TestDatabase, worker: Any, admin: Any, statements: list[tuple[str, tuple[Any, ...]]]
+async def test_an_idle_relay_makes_one_statement_a_poll_and_sweeps_only_when_there_is_something_to_sweep(
+    database: TestDatabase, gateway: Any, worker: Any, admin: Any, statements: list[tuple[str, tuple[Any, ...]]]
 ) -> None:
-    await RelayDispatchRepository(worker).run_sweeps("erp", lease_seconds=0.001, every_seconds=(3600, 3600, 3600, 3600))
+    await admin.execute("set app.tenant_id = 'acme'")
+    job = await claimed_job(gateway, worker, by="another", tenant="acme", relay="erp", max_attempts=2)
+    # Otherwise the first claim finds that nobody has ever swept.
+    await RelayDispatchRepository(worker).run_sweeps("erp", lease_seconds=0.001, every_seconds=(0.001,) * 4)
     statements.clear()
-    relay = new_relay(database, poll_seconds=0.1, sweep_seconds=0.4)
+    relay = new_relay(database, poll_seconds=0.1, sweep_seconds=0.15, lease_seconds=0.5)
 
     @relay.fallback
     async def handler(job: DispatchJob) -> None:
         return None
 
     async with running(relay):
-        await eventually(lambda: relay.metrics.polls >= 6)
+        await eventually(lambda: relay.metrics.polls >= 8)
         assert {name for name, _ in statements} == {"claim"}
         assert relay.metrics.polls - 1 <= len(statements) <= relay.metrics.polls
         asked = [args[-1] for _, args in statements]
         assert any(asked[1:])
         assert not all(asked)
-        await admin.execute("update relay.sweep set next_due_at = now() where name = 'expire:erp'")
-        await eventually(lambda: relay.metrics.sweeps >= 1)
+        await end_lease(admin, job.job_id)
+        await eventually(lambda: relay.metrics.swept == 1)
+        await Jobs(gateway).end(job.job_id)
 
 
 @pytest.mark.parametrize("allowed", [True, False])

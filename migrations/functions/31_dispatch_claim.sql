@@ -74,11 +74,12 @@ end $$;
 --   and no job id tells in `remaining` how long until the tenant's next delayed job is due.
 --   The body is null where it is longer than p_body_limit, or the bodies of the tenant before it fill p_batch_limit: then
 --   relay.fetch_body.
---   p_sweep: a last row with outcome 'sweep', and nothing else in it, tells that a sweep of this login and relay is due, and
---   so that relay.run_sweeps has a turn to give. Many who share a login ask so for no statement of their own.
+--   p_sweep, how often the relay's sweeps are to be: a last row with outcome 'sweep', and nothing else in it, tells that one
+--   of this login and relay is due and may have something to do, and so that relay.run_sweeps is to be called. Where no
+--   tenant has anything for it, this call takes the turn itself. So sweeps cost idle relays no statement of their own.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: FOR UPDATE SKIP LOCKED on queue rows: it never waits for a row. Where the first tenant's share is 64 jobs or more, it takes
---   a turn first (claim_turn), for which it waits up to 0.8 s.
+--   a turn first (claim_turn), for which it waits up to 0.8 s. With p_sweep the rows of two sweeps, SKIP LOCKED (sweep_turn).
 --
 -- With the settings below each part of it can be planned in one way only. An index scan is forbidden, and so is everything
 -- else that reads a table but the Tid Scan of the write (see 25_dispatch_rows.sql); where the rest has an order, one index
@@ -89,7 +90,7 @@ end $$;
 create or replace function relay.claim(
   p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval,
   p_after bigint[] default null, p_start bigint default 0, p_body_limit bigint default 65536,
-  p_batch_limit bigint default 4194304, p_sweep boolean default false)
+  p_batch_limit bigint default 4194304, p_sweep interval default null)
 returns table (
   outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint,
   max_attempts bigint, fence bigint, seq bigint, created_at timestamptz, expires_at timestamptz, remaining interval)
@@ -200,15 +201,24 @@ begin
     v_turn := v_turn + 1;
     exit when v_left = 0 or v_turn = 2 * v_tenants;
   end loop;
-  if p_sweep then
+  if p_sweep is not null then
     -- Of the turns those that others depend on. Promotion is none: this claim has just done it. A row that is not there
-    -- yet: nobody has ever swept.
+    -- yet: nobody has ever swept. It is not made here, since who makes the same row at the same moment waits.
     perform 1 from relay.sweep s
     where s.role_oid = to_regrole(quote_ident(session_user)) and s.name in ('expire:' || p_relay, 'lease:' || p_relay)
     having coalesce(bool_or(s.next_due_at <= clock_timestamp()), true);
     if found then
-      outcome := 'sweep'; tenant_id := null; remaining := null;
-      return next;
+      if 2 = (select count(*) from relay.sweep s
+              where s.role_oid = to_regrole(quote_ident(session_user))
+                and s.name in ('expire:' || p_relay, 'lease:' || p_relay))
+         and not exists (select 1 from relay.tenants_due('expire', p_relay, null))
+         and not exists (select 1 from relay.tenants_due('lease', p_relay, null)) then
+        perform relay.sweep_turn('expire:' || p_relay, p_sweep);
+        perform relay.sweep_turn('lease:' || p_relay, p_sweep);
+      else
+        outcome := 'sweep'; tenant_id := null; remaining := null;
+        return next;
+      end if;
     end if;
   end if;
 end $$;

@@ -10,7 +10,7 @@
 create or replace function relay.tenants_due(p_name text, p_relay text, p_keep interval) returns table (tenant_id text)
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_indexscan = on set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 set timezone = 'UTC'
 as $$
@@ -72,4 +72,5 @@ begin
   end if;
 end $$;
 revoke all on function relay.tenants_due(text, text, interval) from public;
-grant execute on function relay.tenants_due(text, text, interval) to relay_gateway, relay_worker, relay_operator;
+-- And relay.claim asks on behalf of its caller.
+grant execute on function relay.tenants_due(text, text, interval) to relay_gateway, relay_worker, relay_operator, relay_api;

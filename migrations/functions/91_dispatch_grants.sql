@@ -20,7 +20,7 @@ grant execute on function
 to relay_gateway, relay_operator;
 
 grant execute on function
-  relay.claim(text, text[], bigint, text, uuid, interval, bigint[], bigint, bigint, bigint, boolean),
+  relay.claim(text, text[], bigint, text, uuid, interval, bigint[], bigint, bigint, bigint, interval),
   relay.claim_again(text, text[], text, uuid, bigint, bigint),
   relay.fetch_body(text, text, uuid, bigint, text),
   relay.heartbeat(text, text, text[], uuid[], bigint[], interval),
