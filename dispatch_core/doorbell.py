@@ -250,7 +250,10 @@ class Doorbell:
                 # One ring that is refused refuses them all, say after a grant was taken back. Halving finds it.
                 if len(rings) > 1:
                     middle = len(rings) // 2
-                    return await self._send(rings[:middle]) and await self._send(rings[middle:])
+                    if await self._send(rings[:middle]):
+                        return await self._send(rings[middle:])
+                    self.lost += _count(rings[middle:])
+                    return False
                 self.lost += _count(rings)
                 logger.debug("a ring of kind %s was refused: %s", kinds[0], error)
                 return True

@@ -145,6 +145,29 @@ async def test_a_ring_that_is_refused_stops_no_other() -> None:
     assert (doorbell.sent, doorbell.lost) == (4, 1)
 
 
+@pytest.mark.parametrize("answered", range(4))
+async def test_every_ring_of_a_refused_batch_is_counted_when_the_database_goes_away_in_the_middle(
+    answered: int,
+) -> None:
+    class Going(Recorder):
+        async def execute(self, sql: str, *args: Any) -> None:
+            if len(args[1]) > 2:
+                raise TenancyDeniedError
+            if len(self.statements) >= answered:
+                raise DatabaseUnavailableError("away")
+            await super().execute(sql, *args)
+
+    transport = Going()
+    doorbell = Doorbell(transport)
+    for tenant in ("a", "b", "c", "d", "e"):
+        doorbell.ring_relay(tenant, "erp")
+    doorbell.ring_many_results("a", [UUID(int=n) for n in range(300)])
+    async with running(doorbell):
+        pass
+    assert doorbell.sent + doorbell.lost == 305
+    assert doorbell.sent == sum(1 if ring[3] is None else (len(ring[3]) + 1) // 33 for ring in transport.rings)
+
+
 async def test_while_the_database_is_away_what_waits_is_bounded() -> None:
     transport = Recorder(held=True)
     doorbell = Doorbell(transport)
