@@ -55,8 +55,9 @@ _BATCH_BYTES: Final = 2 * CLAIMED_BODIES_BYTES
 """So that replies as large as what a claim brings fit in one batch: the last would have a batch of its own, and then a
 claim of its own."""
 
-_COMPLETERS: Final = 2
-"""Batches under way at once: one is applied while the next one is read."""
+_COMPLETERS: Final = 3
+"""Batches under way at once: one is applied while the next one is read; and of large replies each waits long for the
+disk."""
 
 
 class Completer:
