@@ -84,6 +84,7 @@ async def test_each_event_has_its_own_outcome_and_the_report_counts_them(
     assert {row["payload"] for row in rows if row["state"] == "parked"} == {"parks"}
 
 
+@pytest.mark.invariant("O4")
 @pytest.mark.parametrize("batch", [1100, 100])
 @pytest.mark.kind("poison at the head of the line")
 async def test_ten_poison_events_at_the_head_and_all_good_ones_are_delivered_in_the_first_cycle(
@@ -105,6 +106,7 @@ def vars_of(report: DrainReport) -> dict[str, int]:
     return {name: getattr(report, name) for name in DrainReport.__slots__}
 
 
+@pytest.mark.invariant("O4")
 async def test_the_last_attempt_parks_and_pauses_grow(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:

@@ -25,6 +25,7 @@ from tests.support.protocol import OUTBOX, Connection, connected
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.invariant("O1")
 @pytest.mark.case("C21")
 async def test_whatever_step_it_is_killed_at_every_event_is_delivered_at_least_once_and_none_is_left(
     database: TestDatabase, admin: Connection, gateway: Connection

@@ -191,6 +191,7 @@ async def test_whoever_ends_a_leader_waits_for_a_claim_that_makes_a_follower_wai
     assert await states(admin) == {"2": "ready"}
 
 
+@pytest.mark.invariant("O3")
 @pytest.mark.invariant("I3")
 async def test_under_load_each_key_is_delivered_in_order_one_at_a_time_and_nothing_is_left(
     database: TestDatabase, admin: Connection

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 MARKER = "<!-- example: tests/test_readme.py runs this block -->"
 
-INVARIANTS = [f"I{n}" for n in range(1, 11)]
+INVARIANTS = [*(f"I{n}" for n in range(1, 11)), *(f"O{n}" for n in range(1, 5))]
 TEST_ID = re.compile(r"tests/\w+\.py::\w+")
 
 
@@ -33,7 +33,7 @@ def example() -> str:
 
 def guarantees() -> dict[str, list[str]]:
     """Return the tests that the table of promises names, by invariant."""
-    rows = re.findall(r"^\| (I\d+) \|.*\|([^|]*)\|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| ([IO]\d+) \|.*\|([^|]*)\|$", README, re.MULTILINE)
     return {invariant: TEST_ID.findall(cell) for invariant, cell in rows}
 
 
