@@ -218,6 +218,9 @@ async def test_a_claim_that_asks_is_told_of_a_sweep_that_has_something_to_do_and
 
     assert await is_due(), "nobody has ever swept"
     assert not await is_due(None)
+    await _sweep(worker, RELAY, lease_seconds=600.0, every_seconds=(3600.0,) * 4)
+    await make_turn_due("expire")
+    assert not await is_due(), "a young session has no turn for leases, and no row"
     await _sweep(worker, RELAY, every_seconds=(3600.0,) * 4)
     assert not await is_due()
     await make_turn_due("promote")

@@ -117,6 +117,7 @@ declare
   v_now     timestamptz;
   v_rows    tid[];
   v_late    tid[];
+  v_tidy    boolean;
 begin
   if (v_tenants > 0 and p_limit >= 1 and p_claimed_by <> '' and p_claim_id is not null and p_lease > interval '0'
       and coalesce(cardinality(p_after), v_tenants) = v_tenants and p_start >= 0) is not true then
@@ -202,20 +203,21 @@ begin
     exit when v_left = 0 or v_turn = 2 * v_tenants;
   end loop;
   if p_sweep is not null then
-    -- Of the turns those that others depend on. Promotion is none: this claim has just done it. A row that is not there
-    -- yet: nobody has ever swept. It is not made here, since who makes the same row at the same moment waits.
+    -- Of the turns those that others depend on. Promotion is none: this claim has just done it. Where there is no row yet,
+    -- nobody has ever swept; none is made here, since who makes the same one at the same moment waits.
     perform 1 from relay.sweep s
     where s.role_oid = to_regrole(quote_ident(session_user)) and s.name in ('expire:' || p_relay, 'lease:' || p_relay)
     having coalesce(bool_or(s.next_due_at <= clock_timestamp()), true);
     if found then
-      if 2 = (select count(*) from relay.sweep s
-              where s.role_oid = to_regrole(quote_ident(session_user))
-                and s.name in ('expire:' || p_relay, 'lease:' || p_relay))
-         and not exists (select 1 from relay.tenants_due('expire', p_relay, null))
-         and not exists (select 1 from relay.tenants_due('lease', p_relay, null)) then
-        perform relay.sweep_turn('expire:' || p_relay, p_sweep);
-        perform relay.sweep_turn('lease:' || p_relay, p_sweep);
-      else
+      -- The turns that there are: a session that is younger than a lease has none for leases.
+      v_tidy := not exists (select 1 from relay.tenants_due('expire', p_relay, null))
+                and not exists (select 1 from relay.tenants_due('lease', p_relay, null));
+      if v_tidy then
+        perform relay.sweep_turn(s.name, p_sweep) from relay.sweep s
+        where s.role_oid = to_regrole(quote_ident(session_user)) and s.name in ('expire:' || p_relay, 'lease:' || p_relay);
+        v_tidy := found;
+      end if;
+      if not v_tidy then
         outcome := 'sweep'; tenant_id := null; remaining := null;
         return next;
       end if;
