@@ -5,8 +5,8 @@
 
 Polls: 120 poll intervals, as many as 10 minutes have at the default of 5 seconds. They are run fifty times as fast, and
 sweeps and probes with them, so that their share stays that of the defaults. `claims` is claims for each poll that a
-relay counted; `statements` is what is sent for each of these claims, itself included and the listener's probes not. The
-document has each kind of statement by name.
+relay counted; `statements` is what is sent for each of these claims, itself included and the listener's probes not;
+`with probes` has these too, which come as often as polls. The document has each kind of statement by name.
 
 Bursts: other 40 processes whose polls, sweeps and probes are an hour apart, so that every claim has a ring as its
 cause. One job; then 100 by one `enqueue_many`; then 100 by as many `enqueue` calls at once. Counted until no statement
@@ -143,6 +143,7 @@ async def _polls(sandbox: Sandbox, case: Case, ours: bool) -> tuple[dict[str, fl
     check(claims, on_the_wire=every["claim"])
     each = {name: count / counts["claim"] for name, count in counts.most_common()}
     figures = {"claims": claims / polls, "statements": sum(each.values()) - each.get("probe", 0.0)}
+    figures["with probes"] = sum(each.values())
     return figures, {f"for each claim: {name}": share for name, share in each.items()}
 
 
@@ -242,6 +243,7 @@ SCENARIO: Final = Scenario(
     figures=(
         _figure("claims", "/poll", 1.0),
         _figure("statements", "/poll", 1.0),
+        _figure("with probes", "/poll"),
         _figure("1 job", "claims/process", 1.0),
         _figure("100 jobs", "claims/process", 1.0),
         _figure("100 calls", "claims/process"),
