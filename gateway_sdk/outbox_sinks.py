@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Final, Protocol
 from uuid import UUID
 
+from dispatch_core import codec
 from dispatch_core.batcher import is_row_fault
 from dispatch_core.codec import Headers
 from dispatch_core.errors import ConfigurationError, RelayDispatchError, TenancyError
@@ -73,7 +74,7 @@ class DispatchSink:
         """
         self._client = client
         # A row of each route, checked once; all that an event adds to it is a body and an id.
-        self._rows = {kind: _row(client.settings, route) for kind, route in routes.items()}
+        self._rows = {codec.check_name("kind", kind): _row(client.settings, route) for kind, route in routes.items()}
 
     def check_settings(self, settings: OutboxSettings) -> None:
         """Refuse settings by which an event could outlive the memory of its job. Raises: ConfigurationError."""

@@ -162,6 +162,7 @@ async def test_behind_a_transaction_pooler_it_says_so_once_and_polls(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("RELAY_DISPATCH_STATEMENT_CACHE_SIZE", "0")
+    monkeypatch.setenv("RELAY_DISPATCH_PROBE_TIMEOUT_SECONDS", "0.3")
     sink = Recorder()
     async with (
         FakePooler.before(database.gateway_dsn, mode="swap") as pooler,
@@ -339,6 +340,24 @@ async def test_what_no_pause_can_mend_is_raised_at_the_start(
         await drainer_of(database).run()
     with pytest.raises(ConfigurationError, match="DSN"):
         await drainer_of("not a dsn", Recorder()).run()
+
+
+async def test_it_ends_within_its_bound_where_the_line_is_dead(
+    database: TestDatabase, admin: Connection, gateway: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dispatch_core.database._PUT_AWAY_SECONDS", 0.1)
+    sink = Blocking()
+    async with TcpProxy.before(database.gateway_dsn) as proxy:
+        with anyio.fail_after(30):
+            async with drainer_of(proxy.dsn(database.gateway_dsn), sink, stop_timeout_seconds=0.1):
+                await enqueue(gateway, "one")
+                await eventually(lambda: sink.events)
+                proxy.mode = "black_hole"
+        proxy.mode = "reset"
+    await make_stale(admin)
+    sink.let_go.set()
+    async with drainer_of(database, sink, backoff_base_seconds=0.01):
+        await eventually(lambda: is_empty(admin))
 
 
 # --- the end ------------------------------------------------------------------------------------
