@@ -12,7 +12,7 @@ from tests.support.databases import TestDatabase
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
-READER = "relay_row_reader"
+READER = "relay_row_reader_login"
 QUEUE = "select count(*) from relay.s2r_relay_dispatch_queue"
 
 
