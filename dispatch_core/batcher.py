@@ -217,27 +217,28 @@ class Batcher(Generic[In, Out]):
                     return
                 await self._sleep()
                 continue
-            items, sinks = self._take()
-            if not items:
-                self._report_drained()
-                continue
-            self.in_flight += len(items)
+            # Not kept here: an idle worker would hold what it has sent last.
+            await self._send_batch(*self._take())
+
+    async def _send_batch(self, items: list[In], sinks: list[_Sink[Out, In]]) -> None:
+        if not items:
+            self._report_drained()
+            return
+        self.in_flight += len(items)
+        try:
             try:
-                try:
-                    results = await self._send(items)
-                except Exception as error:
-                    self._answer_all(items, sinks, error)
-                    raise
-                except BaseException:
-                    unknown = DatabaseUnavailableError(
-                        "stopped while it was under way; whether it took effect is unknown"
-                    )
-                    self._answer_all(items, sinks, unknown)
-                    raise
-                self._answer(items, sinks, results)
-            finally:
-                self.in_flight -= len(items)
-                self._report_drained()
+                results = await self._send(items)
+            except Exception as error:
+                self._answer_all(items, sinks, error)
+                raise
+            except BaseException:
+                unknown = DatabaseUnavailableError("stopped while it was under way; whether it took effect is unknown")
+                self._answer_all(items, sinks, unknown)
+                raise
+            self._answer(items, sinks, results)
+        finally:
+            self.in_flight -= len(items)
+            self._report_drained()
 
     async def _sleep(self) -> None:
         sleeper: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -75,6 +76,21 @@ async def gather(*calls: Awaitable[Any]) -> list[Any]:
         for place, call in enumerate(calls):
             group.start_soon(one, place, call)
     return results
+
+
+async def test_an_idle_batcher_keeps_nothing_of_what_it_has_sent() -> None:
+    class Item:
+        pass
+
+    async def flush(items: list[Item]) -> Sequence[bool]:
+        return [True] * len(items)
+
+    async with running(Batcher(flush)) as batcher:
+        items = [Item() for _ in range(3)]
+        kept = [weakref.ref(item) for item in items]
+        await gather(*(batcher.submit(item) for item in items))
+        items.clear()
+        await eventually(lambda: all(ref() is None for ref in kept))
 
 
 async def test_calls_of_one_turn_of_the_loop_share_a_batch_and_get_their_own_results() -> None:
