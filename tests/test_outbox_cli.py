@@ -8,6 +8,7 @@ import pty
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import anyio
 import pytest
 from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
+from rich.console import Console
 
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.migrate import migrate
@@ -133,7 +135,7 @@ async def test_list_cuts_payloads_and_errors_and_a_terminal_obeys_nothing_that_o
     await write(gateway, "x" * 300, "y" * 70_000)
     (event_id,) = await parked(gateway, "\x9b2J \u202e", error="\x1b[31mred\nnext " + "e" * 300, kind="evil\x1b]0;")
     ended = await outbox("list")
-    assert '"' + "x" * 78 + "…" in ended.out
+    assert re.search('"x{10,78}…', ended.out)
     assert "x" * 80 not in ended.out
     assert "(70,008 bytes)" in ended.out
     assert "e" * 100 not in ended.out
@@ -145,6 +147,23 @@ async def test_list_cuts_payloads_and_errors_and_a_terminal_obeys_nothing_that_o
     # And is the same value.
     assert documents[1].document["payload"] == "\x9b2J \u202e"
     assert documents[1].document["last_error"].startswith("\x1b[31mred\nnext")
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+async def test_in_a_list_no_id_is_cut_however_narrow_the_terminal(
+    gateway: Connection, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    def console() -> Console:
+        return Console(file=sys.stdout, width=width)
+
+    for module in ("dispatch_core.cli.common", "gateway_sdk.outbox_cli.text"):
+        monkeypatch.setattr(f"{module}.result_console", console)
+    ids = [*await write(gateway, "x" * 300, tenant="globex", key="k"), *await parked(gateway, 1, error="e" * 300)]
+    ended = await outbox("list")
+    assert all(str(event_id) in ended.out for event_id in ids)
+    assert max(map(len, ended.out.splitlines())) <= width
+    assert "eee" in ended.out
+    assert ("written" in ended.out) is (width == 200)
 
 
 async def test_show_prints_all_of_an_event_its_payload_with_every_digit(gateway: Connection) -> None:

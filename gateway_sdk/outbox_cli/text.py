@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.highlighter import JSONHighlighter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -41,6 +42,8 @@ __all__ = [
 STYLES: Final = {"ready": "bold cyan", "waiting": "dim", "claimed": "bold yellow", "parked": "bold red"}
 SHOWN_CHARS: Final = 80
 """Of a payload and of an error, in a list."""
+NARROW: Final = 40
+"""Room for payload and error below which other columns are left out."""
 
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)\Z")
@@ -163,40 +166,63 @@ def event_document(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_events(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a list of events; columns in which there would be nothing are left out."""
-    # An id that is cut cannot be copied; the others may be, where the terminal is narrow.
-    columns: list[str | Column] = [Column("event", min_width=36)]
-    names = [name for name in ("tenant", "kind", "key") if any(row[name] is not None for row in rows)]
+    """Print a list of events: no column in which there would be nothing, and fewer where the terminal is narrow."""
+    columns: dict[str, list[Any]] = {
+        "event": [str(row["event_id"]) for row in rows],
+        **{name: [printable(row[name] or "") for row in rows] for name in ("tenant", "kind", "key")},
+        "state": [row["state"] for row in rows],
+        "attempts": [str(row["attempts"]) for row in rows],
+        "written": [_moment(row["created_at"]) for row in rows],
+        "due / since": [_moment(row["parked_at"] or row["claimed_at"] or row["available_at"]) for row in rows],
+    }
     if len({row["tenant"] for row in rows}) == 1:
-        names.remove("tenant")
-    columns += [*names, "state", Column("attempts", justify="right"), Column("written", min_width=19)]
-    columns += [Column("due / since", min_width=19), Column("payload", no_wrap=True, overflow="ellipsis")]
-    errors = any(row["last_error"] for row in rows)
-    if errors:
-        columns.append(Column("last error", no_wrap=True, overflow="ellipsis"))
-    cells = [[*_event_cells(row, names), *([Text(_cut(row["last_error"]))] if errors else [])] for row in rows]
-    emit_table(columns, cells)
+        del columns["tenant"]
+    if not any(columns["key"]):
+        del columns["key"]
+    errors = [_cut(row["last_error"]) for row in rows]
+    payloads = [_cut(row["payload"]) or f"({row['payload_bytes']:,} bytes)" for row in rows]
+    wanted = _width(payloads) + _width(errors)
+    # An id that is cut cannot be copied; so it is the beginning of the others that a narrow terminal shows.
+    for name in ("written", "due / since", "attempts", "key"):
+        if _room(columns) < min(wanted, NARROW):
+            columns.pop(name, None)
+    room = _room(columns)
+    texts: dict[str, list[str]] = {"payload": payloads, "last error": errors}
+    if not any(errors):
+        del texts["last error"]
+    elif room < NARROW // 2:
+        del texts["payload"]
+    share = max(room if len(texts) == 1 else min(_width(payloads), max(room // 2, room - _width(errors))), 10)
+    for name, limit in zip(texts, (share, max(room - share, 10)), strict=False):
+        texts[name] = [_short(text, limit) for text in texts[name]]
+    columns["state"] = [Text(state, STYLES.get(state, "")) for state in columns["state"]]
+    names = [*columns, *texts]
+    emit_table(
+        [
+            Column(
+                name, no_wrap=True, justify="right" if name == "attempts" else "left", min_width=36 * (name == "event")
+            )
+            for name in names
+        ],
+        list(zip(*columns.values(), *(map(Text, cells) for cells in texts.values()), strict=True)),
+    )
 
 
-def _event_cells(row: Mapping[str, Any], names: Sequence[str]) -> list[object]:
-    since = row["parked_at"] or row["claimed_at"] or row["available_at"]
-    return [
-        row["event_id"],
-        *(Text(printable(row[name] or "")) for name in names),
-        Text(row["state"], STYLES.get(row["state"], "")),
-        row["attempts"],
-        _moment(row["created_at"]),
-        _moment(since),
-        Text(_cut(row["payload"]) or f"({row['payload_bytes']:,} bytes)"),
-    ]
+def _width(cells: Sequence[str]) -> int:
+    return max(map(cell_len, cells), default=0)
+
+
+def _room(columns: Mapping[str, Sequence[str]]) -> int:
+    """Return how wide what comes behind these columns may be."""
+    return result_console().width - sum(max(_width(cells), len(name)) + 3 for name, cells in columns.items()) - 3
 
 
 def _cut(text: str | None) -> str:
     return _short(printable(text or ""))
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
+def _short(text: str, limit: int = SHOWN_CHARS) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def print_event(row: Mapping[str, Any]) -> None:
