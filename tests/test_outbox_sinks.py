@@ -310,7 +310,7 @@ async def test_off_it_is_no_task_no_connection_no_listen_and_no_statement(
             def passing(text: str, said: list[str] = said) -> None:
                 said.append(re.sub(r"s2r_self_\w+|'[0-9a-f]{16}'", "…", text))
 
-            wire.passing = passing  # type: ignore[method-assign, assignment]
+            wire.passing = passing  # type: ignore[method-assign]
             drainer = OutboxDrainer(dsn, listen_dsn=dsn, default_sink=Recorder()) if is_given else None
             async with GatewayClient(settings=settings_for(dsn), outbox=drainer) as client:
                 assert client.outbox is drainer
