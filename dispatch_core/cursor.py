@@ -39,11 +39,15 @@ _PAUSE: Final = 19.0
 class ClaimCursor:
     """The cursor of one tenant. Times are of the monotonic clock."""
 
-    __slots__ = ("_again", "_backlog", "_mark", "_marked_at", "_seq", "_zero_at", "owed", "zero_allowed_at")
+    __slots__ = (
+        "_again", "_backlog", "_mark", "_marked_at", "_seq", "_trail_seconds", "_zero_at", "owed", "zero_allowed_at",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, trail_seconds: float = _TRAIL_SECONDS) -> None:
+        """Trail by so many seconds of claiming at most."""
+        self._trail_seconds = trail_seconds
         self._seq = 0
-        # The highest seq claimed at that time: the cursor gets there half a second later.
+        # The highest seq claimed at that time: the cursor gets there when it is old enough.
         self._mark = 0
         self._marked_at = 0.0
         self._backlog = False
@@ -91,6 +95,6 @@ class ClaimCursor:
             self.owed = True
 
     def _follow(self, highest_seq: int, now: float) -> None:
-        if now >= self._marked_at + _TRAIL_SECONDS:
+        if now >= self._marked_at + self._trail_seconds:
             self._seq = max(self._seq, self._mark)
             self._mark, self._marked_at = highest_seq, now

@@ -20,8 +20,12 @@ LaneOf: TypeAlias = Callable[[str], object | None]
 """Tells the lane of a kind: something to be compared by identity, or None where it is to be left."""
 
 _SEARCH_SECONDS: Final = 1.0
-_PAUSE: Final = 19.0
-"""Times the duration of a search until there may be another while there is a backlog: then they take a twentieth."""
+_PAUSE: Final = 49.0
+"""Times the duration of a search until there may be another while there is a backlog: then they take a fiftieth."""
+
+_TRAIL_SECONDS: Final = 0.05
+"""Of claiming. Drains are fast: what an old transaction keeps dead of half a second is more than a claim takes.
+Events that commit late lie below the cursor the sooner; a claim from the beginning, once a second, finds them."""
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -65,7 +69,7 @@ class Groups:
     def found(self, work: DueWork, looked: bool, seconds: float, now: float) -> None:
         """Note what a search found, which took so many seconds."""
         for group in work.due:
-            self._cursors.setdefault(group, ClaimCursor())
+            self._cursors.setdefault(group, ClaimCursor(_TRAIL_SECONDS))
         self.start = work.start
         self._later_at = None if work.later is None else now + work.later.total_seconds()
         self._search_at = now + max(_SEARCH_SECONDS, seconds * _PAUSE)
@@ -132,7 +136,7 @@ class Groups:
     def opened(self, groups: Iterable[Group]) -> None:
         """Note that something can be claimed in these groups, below the cursor where there is one."""
         for group in groups:
-            self._cursors.setdefault(group, ClaimCursor()).owed = True
+            self._cursors.setdefault(group, ClaimCursor(_TRAIL_SECONDS)).owed = True
 
     def forget(self) -> None:
         """Search again before the next claim."""

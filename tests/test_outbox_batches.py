@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -12,7 +12,8 @@ import pytest
 from dispatch_core import codec
 from dispatch_core.dev.logins import GATEWAY_LOGIN
 from dispatch_core.outbox import Outbox, OutboxEvent, OutboxMessage
-from dispatch_core.outbox_models import ClaimedEvent, SettledEvent, Verdict
+from dispatch_core.outbox_groups import Groups
+from dispatch_core.outbox_models import ClaimedEvent, ClaimedEvents, DueWork, SettledEvent, Verdict
 from dispatch_core.outbox_repository import OutboxRepository
 from tests.support.databases import TestDatabase
 from tests.support.outbox import KIND, make_due, outbox, take, take_all, tell, write
@@ -182,3 +183,21 @@ async def test_a_delay_of_a_batch_stays_with_its_event(admin: Connection, gatewa
     told = [(now, Verdict("failed", "e", timedelta(0))), (later, Verdict("failed", "e", timedelta(hours=1)))]
     await OutboxRepository(gateway).settle(told, claimed_by=ME, max_attempts=25)
     assert [event.payload for event in await take(gateway)] == ["now"]
+
+
+@pytest.mark.invariant("I10")
+def test_of_a_backlog_a_claim_looks_again_at_no_more_than_a_tenth_of_a_second_of_claiming() -> None:
+    """What an old transaction keeps dead there every claim reads: of half a second it was more than a claim takes."""
+    group = (TENANT, KIND)
+    groups = Groups()
+    groups.found(DueWork([group], None, 0, 0, 0, {}, None), False, 0.0, 0.0)
+    behind: list[int] = []
+    for n in range(1, 100):
+        now = n * 0.01
+        [position] = (pick := groups.pick(100, now)).positions
+        if position:
+            behind.append(n - position)
+        last = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=n)
+        groups.claimed(pick, ClaimedEvents([], [], {group}, {group: last}), 0.01, now)
+    assert max(behind[10:]) <= 12
+    assert len(behind) > 80, "most of them are not from the beginning"

@@ -118,21 +118,21 @@ begin
     end if;
 
     if p_kinds is null then
+      -- One probe a kind: the first of it in the index is also the one that is due first.
       return query
       with recursive names as (
-        (select o.kind from relay.outbox o
-         where o.tenant_id = v_tenant and o.state = 'ready' order by o.kind limit 1)
+        (select o.kind, o.available_at from relay.outbox o
+         where o.tenant_id = v_tenant and o.state = 'ready' order by o.kind, o.available_at limit 1)
         union all
-        select (select o.kind from relay.outbox o
-                where o.tenant_id = v_tenant and o.state = 'ready' and o.kind > k.kind order by o.kind limit 1)
-        from names k where k.kind is not null)
-      select case when f.available_at <= v_now then 'due' else 'later' end, v_tenant, k.kind, null,
-             case when f.available_at > v_now then f.available_at - v_now end, null::bigint
+        select f.kind, f.available_at
+        from names k
+        cross join lateral (
+          select o.kind, o.available_at from relay.outbox o
+          where o.tenant_id = v_tenant and o.state = 'ready' and o.kind > k.kind
+          order by o.kind, o.available_at limit 1) f)
+      select case when k.available_at <= v_now then 'due' else 'later' end, v_tenant, k.kind, null,
+             case when k.available_at > v_now then k.available_at - v_now end, null::bigint
       from names k
-      cross join lateral (
-        select o.available_at from relay.outbox o
-        where o.tenant_id = v_tenant and o.kind = k.kind and o.state = 'ready'
-        order by o.available_at limit 1) f
       limit v_left;
     else
       return query
