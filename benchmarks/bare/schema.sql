@@ -1,4 +1,4 @@
--- The bare twin of the dispatch room: the same three tables, columns, defaults and indexes, made from ours so that they
+-- The bare twins of both rooms. Of dispatch: the same three tables, columns, defaults and indexes, made from ours so that they
 -- cannot drift apart; no row security, no function. Everything runs here as the owner of the tables.
 
 create schema bare;
@@ -14,3 +14,20 @@ begin
     select format('alter table bare.queue set (%s)', string_agg(option, ', '))
     from pg_class, unnest(reloptions) as option where oid = 'relay.s2r_relay_dispatch_queue'::regclass);
 end $$;
+
+-- The outbox room's twin, for whoever claims and deletes by hand; and the least that an application would make itself.
+create table bare.outbox (like relay.outbox including all);
+do $$
+begin
+  execute (
+    select format('alter table bare.outbox set (%s)', string_agg(option, ', '))
+    from pg_class, unnest(reloptions) as option where oid = 'relay.outbox'::regclass);
+end $$;
+create table bare.lean_outbox (
+  id bigint generated always as identity primary key, tenant_id text not null, kind text not null, payload jsonb not null,
+  created_at timestamptz not null default now(), claimed_at timestamptz
+) with (vacuum_truncate = off, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_scale_factor = 0);
+create index on bare.lean_outbox (id) where claimed_at is null;
+
+-- What a business transaction writes besides.
+create table bare.orders (order_id uuid primary key, tenant_id text not null, lines jsonb not null, created_at timestamptz not null);

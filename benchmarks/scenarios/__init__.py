@@ -20,6 +20,10 @@ from benchmarks.scenarios import (
     listeners,
     memory,
     old_snapshot,
+    outbox_dispatch,
+    outbox_drain,
+    outbox_enqueue,
+    outbox_old_snapshot,
     tenants,
     wake,
 )
@@ -45,5 +49,9 @@ SCENARIOS: Final[dict[str, Scenario]] = {
         memory.SCENARIO,
         claim.SCENARIO,
         backlog.SCENARIO,
+        outbox_enqueue.SCENARIO,
+        outbox_drain.SCENARIO,
+        outbox_dispatch.SCENARIO,
+        outbox_old_snapshot.SCENARIO,
     )
 }

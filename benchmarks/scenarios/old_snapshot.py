@@ -16,7 +16,7 @@ from benchmarks.model import Case, Contender, Figure, Plot, Point, Sample, Scena
 from benchmarks.sandbox import Sandbox
 from benchmarks.scenarios.drain import CONCURRENCY, run_drain, side_of
 
-__all__ = ["SCENARIO"]
+__all__ = ["SCENARIO", "old_snapshot"]
 
 # Points of the curve; the figure compares the first and the last tenth or so.
 _STEP: Final = 10_000
@@ -33,7 +33,8 @@ select n, extract(epoch from completed_at - began) as seconds from course where 
 
 
 @asynccontextmanager
-async def _old_snapshot(sandbox: Sandbox) -> AsyncIterator[None]:
+async def old_snapshot(sandbox: Sandbox) -> AsyncIterator[None]:
+    """Hold a snapshot of the sandbox's database for the length of the block."""
     connection = await asyncpg.connect(sandbox.admin_dsn)
     try:
         await connection.execute("begin isolation level repeatable read")
@@ -46,7 +47,7 @@ async def _old_snapshot(sandbox: Sandbox) -> AsyncIterator[None]:
 
 async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
     step = min(_STEP, case.jobs // 10)
-    async with _old_snapshot(sandbox):
+    async with old_snapshot(sandbox):
         checks = await run_drain(sandbox, case, contender)
     side = side_of(contender)
     table = "bare.result" if side == "bare" else "relay.s2r_relay_dispatch_result"
