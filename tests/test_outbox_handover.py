@@ -20,8 +20,8 @@ from tests.support.activity import open_transactions
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.gateway import settings_for
-from tests.support.outbox import KIND, make_due, make_stale, states, write
-from tests.support.protocol import OUTBOX, TENANT, Connection, connected, logins
+from tests.support.outbox import KIND, make_stale, states, write
+from tests.support.protocol import OUTBOX, TENANT, Connection, connected
 from tests.support.proxy import TcpProxy
 
 ROUTE = OutboxRoute("erp", "Post", ttl=3600)
@@ -62,29 +62,6 @@ async def test_what_is_committed_is_a_job_after_one_drain_and_what_is_rolled_bac
         assert await drainer.drain_all() == DrainReport(claimed=1, delivered=1)
         assert await jobs_of(admin) == [(DispatchSink.job_id(event_id), "erp")]
         assert await states(admin) == {}
-
-
-async def test_a_submit_that_fails_counts_an_attempt_with_its_error_and_one_that_succeeds_later_makes_one_job(
-    database: TestDatabase, admin: Connection, gateway: Connection
-) -> None:
-    """The outbox can be reached, dispatch cannot."""
-    await write(gateway, 1)
-    async with TcpProxy.before(database.gateway_dsn) as proxy:
-        settings = settings_for(proxy.dsn(database.gateway_dsn), write_timeout_seconds=0.3)
-        async with GatewayClient(settings=settings) as client:
-            drainer = drainer_of(database)
-            drainer.add_sink(KIND, DispatchSink(client, {KIND: ROUTE}))
-            proxy.mode = "reset"
-            assert await drainer.drain_once() == DrainReport(claimed=1, failed=1)
-            row = await admin.fetchrow(f"select state, attempts, last_error from {OUTBOX}")
-            assert row is not None
-            assert tuple(row)[:2] == ("ready", 1)
-            assert "DatabaseUnavailableError" in row["last_error"]
-            assert await jobs_of(admin) == []
-            proxy.mode = "pass"
-            await make_due(admin)
-            assert (await drainer.drain_all()).delivered == 1
-    assert len(await jobs_of(admin)) == 1
 
 
 @pytest.mark.case("C25")
@@ -251,33 +228,3 @@ async def test_while_a_sink_waits_for_the_network_nothing_is_held_and_others_go_
         await drainer.stop()
     assert await states(admin) == {"hangs": "ready"}
     assert await admin.fetchval(f"select attempts from {OUTBOX}") == 0
-
-
-@pytest.mark.invariant("I4")
-async def test_a_drainer_whose_login_is_bound_to_one_tenant_is_woken_by_it_and_delivers_its_events_alone(
-    database: TestDatabase, admin: Connection, gateway: Connection
-) -> None:
-    got: list[tuple[str, Any]] = []
-    async with logins(database) as made:
-        name = await made.create()
-        await made.bind(name, "gateway", "a")
-        drainer = drainer_of(database.dsn(name))
-
-        @drainer.sink(KIND)
-        async def sink(event: OutboxEvent) -> None:
-            got.append((event.tenant_id, event.payload))
-
-        async with drainer:
-            await write(gateway, "before", tenant="b")
-            for number in range(3):
-                async with gateway.transaction():
-                    await Outbox.enqueue(gateway, KIND, number, tenant="b")
-                    await Outbox.enqueue(gateway, KIND, number, tenant="a")
-
-                async def came(count: int = number + 1) -> bool:
-                    return len(got) == count
-
-                await eventually(came)
-    assert got == [("a", 0), ("a", 1), ("a", 2)]
-    assert set((await states(admin, "b")).values()) == {"ready"}
-    assert await admin.fetchval(f"select bool_and(fence = 0 and attempts = 0) from {OUTBOX} where tenant_id = 'b'")

@@ -64,7 +64,6 @@ async def _drain_all(database: TestDatabase) -> tuple[DrainReport, dict[UUID, in
 
 @pytest.mark.case("C21")
 @pytest.mark.invariant("I8")
-@pytest.mark.invariant("O2")
 async def test_whatever_step_a_drainer_is_killed_at_every_event_becomes_one_job_and_none_is_left(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:
@@ -169,7 +168,8 @@ async def test_a_drainer_that_was_cut_off_until_its_claim_was_stale_changes_noth
     await write(gateway, *range(3))
     async with (
         Wire.to(database.gateway_dsn) as wire,
-        drainer_process(wire.dsn(database.gateway_dsn), TENANT) as drainer,
+        # It looks for events hardly ever: else it would take its own stale ones over, on another connection.
+        drainer_process(wire.dsn(database.gateway_dsn), TENANT, drain_interval_sec=3600) as drainer,
     ):
         gate = wire.hold("relay.outbox_settle", "call")
         await drainer.comes_to(gate)

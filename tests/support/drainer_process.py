@@ -30,7 +30,7 @@ ROUTES = {KIND: OutboxRoute("erp", "Post", ttl=3600)}
 
 async def main(dsn: str, tenant: str, settings: dict[str, Any]) -> None:
     """Drain until killed."""
-    drainer = OutboxDrainer(dsn, settings=OutboxSettings(drain_interval_sec=0.2, **settings), tenants=[tenant])
+    drainer = OutboxDrainer(dsn, settings=OutboxSettings(**{"drain_interval_sec": 0.2, **settings}), tenants=[tenant])
     client = GatewayClient(settings=settings_for(dsn), outbox=drainer)
     drainer.add_sink(KIND, DispatchSink(client, ROUTES))
     async with client:
