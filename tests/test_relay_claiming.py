@@ -27,7 +27,11 @@ SUCCEEDED, PENDING = DispatchStatus.SUCCEEDED, DispatchStatus.PENDING
 NEVER: dict[str, Any] = {"poll_seconds": 600.0, "sweep_seconds": 600.0}
 
 
-async def test_a_ring_wakes_a_relay_that_would_not_poll_for_long(database: TestDatabase, gateway: Any) -> None:
+async def test_a_ring_wakes_a_relay_that_would_not_poll_for_long(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # After a slow claim from zero the next one is above the cursor, and the one owed may find a job before its ring.
+    monkeypatch.setattr(sys.modules[ClaimCursor.__module__], "_PAUSE", 0.0)
     relay = new_relay(database, **NEVER)
     relay.fallback(_nothing)
     jobs = Jobs(gateway)
@@ -40,10 +44,8 @@ async def test_a_ring_wakes_a_relay_that_would_not_poll_for_long(database: TestD
             await jobs.ring()
             await jobs.end(job_id)
             assert time.monotonic() - began < 2
-            # What a claim finds that was still under way has woken nobody.
-            assert relay.metrics.wakeups_by_notify <= n
-        assert relay.metrics.wakeups_by_notify >= 1
-        assert (relay.metrics.wakeups_by_poll, relay.metrics.polls) == (0, 1)
+            assert (relay.metrics.wakeups_by_notify, relay.metrics.polls) == (n, 1)
+        assert relay.metrics.wakeups_by_poll == 0
 
 
 async def test_without_a_ring_a_poll_finds_the_work(database: TestDatabase, gateway: Any) -> None:
