@@ -64,6 +64,7 @@ async def _drain_all(database: TestDatabase) -> tuple[DrainReport, dict[UUID, in
 
 @pytest.mark.case("C21")
 @pytest.mark.invariant("I8")
+@pytest.mark.invariant("O2")
 async def test_whatever_step_a_drainer_is_killed_at_every_event_becomes_one_job_and_none_is_left(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:
