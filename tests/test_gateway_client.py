@@ -387,11 +387,15 @@ def test_the_public_surface() -> None:
     assert gateway_sdk.__all__ == [
         "DispatchRequest",
         "DispatchResult",
+        "DispatchSink",
         "DispatchStatus",
         "GatewayClient",
         "GatewayHealth",
         "GatewaySettings",
+        "OutboxDrainer",
+        "OutboxRoute",
         "TenantClient",
+        "WebhookSink",
     ]
     assert all(hasattr(gateway_sdk, name) for name in gateway_sdk.__all__)
     settings = GatewaySettings.model_fields
