@@ -119,7 +119,7 @@ def _cases(quick: bool) -> Sequence[Case]:
     if quick:
         return [Case({"tasks": 1, "notify": 1}, 200), Case({"tasks": 16, "notify": 0}, 2_000)]
     return [
-        Case({"tasks": tasks, "notify": notify}, jobs) for tasks, jobs in ((1, 1_000), (16, 6_000)) for notify in (0, 1)
+        Case({"tasks": tasks, "notify": notify}, jobs) for tasks, jobs in ((1, 600), (16, 3_000)) for notify in (0, 1)
     ]
 
 
