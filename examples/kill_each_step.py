@@ -375,9 +375,15 @@ def main(program: str) -> int:
     orders: int = parser.parse_args().orders
     if orders < 2 * len(STEPS):
         parser.error(f"it takes at least {2 * len(STEPS)} orders, two for each step")
+    # As Ctrl-C, so that what was started ends too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.perf_counter()
     print(PROLOGUE, flush=True)
-    with stage() as where:
-        good = anyio.run(play, program, where, orders)
+    try:
+        with stage() as where:
+            good = anyio.run(play, program, where, orders)
+    except KeyboardInterrupt:
+        print("stopped")
+        return 130
     print(f"{time.perf_counter() - started:.0f} s in all")
     return 0 if good else 1
