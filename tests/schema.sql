@@ -760,6 +760,7 @@ CREATE TABLE relay.outbox (
     kind text NOT NULL COLLATE pg_catalog."C",
     key text COLLATE pg_catalog."C",
     payload jsonb NOT NULL,
+    payload_bytes bigint NOT NULL,
     seq bigint NOT NULL,
     state text NOT NULL COLLATE pg_catalog."C",
     created_at timestamp with time zone NOT NULL,

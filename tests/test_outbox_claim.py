@@ -92,6 +92,28 @@ async def test_a_claim_is_bounded_by_bytes_but_for_its_first_event(gateway: Conn
     assert one.more == two.more == {(TENANT, KIND)}
 
 
+@pytest.mark.kind("poison at the head of the line")
+async def test_what_is_short_as_jsonb_and_long_as_text_is_counted_as_text(gateway: Connection) -> None:
+    """Else one claim would bring more than a value may have, and fail for ever, with all that is claimed beside it."""
+    for _ in range(6):
+        await gateway.fetchval(
+            "select relay.outbox_enqueue($1, to_jsonb(array_fill(1e131000, array[4])), p_tenant => $2)", KIND, TENANT
+        )
+    sizes = [
+        len(event.payload_text) for event in (await take_all(gateway, [(TENANT, KIND)], max_bytes=2_000_000)).events
+    ]
+    assert sizes == [524_012] * 3
+    for call in (
+        "outbox_enqueue($1, v, p_tenant => $2)",
+        "outbox_enqueue_many($2, jsonb_build_array(jsonb_build_object('kind', $1::text, 'payload', v)))",
+    ):
+        with pytest.raises(asyncpg.PostgresError, match="at most 134217728") as refused:
+            await gateway.fetchval(
+                f"select relay.{call} from (select to_jsonb(array_fill(1e131000, array[1030]))) as t (v)", KIND, TENANT
+            )
+        assert refused.value.sqlstate == "S2020"
+
+
 async def test_a_delayed_event_is_due_when_it_is_due(gateway: Connection, admin: Connection) -> None:
     await write(gateway, "later", delay=60)
     work = await tidy(gateway)

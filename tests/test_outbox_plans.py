@@ -27,22 +27,23 @@ async def _fill(admin: Connection, ready: int = 20_000) -> None:
     """Store events as the verbs would, but faster: most are ready, some wait, pause or are parked."""
     await admin.execute(
         f"""
-        insert into {OUTBOX} (tenant_id, event_id, kind, payload, seq, state, created_at, available_at)
-          select 'acme', gen_random_uuid(), '{KIND}', '1', i, 'ready', now(),
+        insert into {OUTBOX} (tenant_id, event_id, kind, payload, payload_bytes, seq, state, created_at, available_at)
+          select 'acme', gen_random_uuid(), '{KIND}', '1', 1, i, 'ready', now(),
                  now() - interval '1 hour' + i * interval '1 ms'
           from generate_series(1, {ready}) i;
-        insert into {OUTBOX} (tenant_id, event_id, kind, payload, seq, state, created_at, available_at)
-          select 'acme', gen_random_uuid(), 'paused', '1', i, 'ready', now(), now() + interval '1 hour'
+        insert into {OUTBOX} (tenant_id, event_id, kind, payload, payload_bytes, seq, state, created_at, available_at)
+          select 'acme', gen_random_uuid(), 'paused', '1', 1, i, 'ready', now(), now() + interval '1 hour'
           from generate_series(1, {ready // 10}) i;
-        insert into {OUTBOX} (tenant_id, event_id, kind, key, payload, seq, state, created_at, available_at)
-          select 'acme', gen_random_uuid(), 'keyed', 'k' || i % 20, '1', i,
+        insert into {OUTBOX}
+            (tenant_id, event_id, kind, key, payload, payload_bytes, seq, state, created_at, available_at)
+          select 'acme', gen_random_uuid(), 'keyed', 'k' || i % 20, '1', 1, i,
                  case when i > {ready // 10} - 20 then 'ready' else 'waiting' end, now(), now() - interval '1 hour'
           from generate_series({ready // 10}, 1, -1) i;
         -- The first of each key is ready.
         update {OUTBOX} set seq = -seq where state = 'ready' and key is not null;
         insert into {OUTBOX}
-            (tenant_id, event_id, kind, payload, seq, state, created_at, available_at, parked_at)
-          select 'acme', gen_random_uuid(), '{KIND}', '1', i, 'parked', now(), now(), now() - i * interval '1 s'
+            (tenant_id, event_id, kind, payload, payload_bytes, seq, state, created_at, available_at, parked_at)
+          select 'acme', gen_random_uuid(), '{KIND}', '1', 1, i, 'parked', now(), now(), now() - i * interval '1 s'
           from generate_series(1, {ready // 10}) i;
         """
     )

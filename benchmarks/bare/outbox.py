@@ -35,8 +35,9 @@ INSERT_ORDER: Final = (
 )
 # $1 tenant, $2 event id, $3 kind, $4 payload
 INSERT_EVENT: Final = """
-insert into bare.outbox (tenant_id, event_id, kind, payload, seq, state, created_at, available_at)
-values ($1, $2, $3, $4::text::jsonb, (extract(epoch from clock_timestamp()) * 1000000)::bigint, 'ready', now(), now())
+insert into bare.outbox (tenant_id, event_id, kind, payload, payload_bytes, seq, state, created_at, available_at)
+values ($1, $2, $3, $4::text::jsonb, octet_length($4), (extract(epoch from clock_timestamp()) * 1000000)::bigint,
+        'ready', now(), now())
 """
 # $1 tenant, $2 kind, $3 payload
 INSERT_LEAN: Final = "insert into bare.lean_outbox (tenant_id, kind, payload) values ($1, $2, $3::text::jsonb)"

@@ -44,11 +44,11 @@ _BARE = tuple(
 )
 _LEAN = Contender("lean-2", "reference", "the same by 2 connections on the least table that would do")
 
-_COLUMNS: Final = "tenant_id, event_id, kind, payload, seq, state, created_at, available_at"
+_COLUMNS: Final = "tenant_id, event_id, kind, payload, payload_bytes, seq, state, created_at, available_at"
 # A microsecond apart, as outbox_enqueue_many stores them; ids in the order of time, as clients make them.
 _FILL: Final = """
 insert into {table} ({columns})
-select $1, lpad(to_hex(n), 32, '0')::uuid, $2, $3::text::jsonb, n, 'ready', now(),
+select $1, lpad(to_hex(n), 32, '0')::uuid, $2, $3::text::jsonb, octet_length($3), n, 'ready', now(),
        now() - interval '1 hour' + n * interval '1 us'
 from generate_series(1, $4::bigint) n
 """

@@ -24,7 +24,8 @@ end $$;
 --   p_tenant null = the tenant that the caller has bound (app.tenant_id). Rings unless p_notify is false, or the event is
 --   delayed.
 --   This is the one call for whoever has no SDK: select relay.outbox_enqueue('order-placed', '{"order": 7}', p_tenant => 'acme')
--- Errors: S2001, S2002, S2003; S2020 no kind or payload; S2021 a delay that is negative or not finite; 23514 a kind or key that is
+-- Errors: S2001, S2002, S2003; S2020 no kind or payload, or a payload of more than 128 MiB as JSON
+--   text; S2021 a delay that is negative or not finite; 23514 a kind or key that is
 --   empty or above 200 bytes; 23505 the tenant has an event of that id. Any of them ends the caller's transaction.
 -- Locks: inserts only. With p_notify the commit takes the database-wide notification lock until its WAL is flushed.
 create or replace function relay.outbox_enqueue(
@@ -41,9 +42,15 @@ declare
   v_now    timestamptz := clock_timestamp();
   v_id     uuid := coalesce(p_event_id, relay.outbox_new_id(v_now));
   v_last   bigint;
+  v_bytes  bigint := octet_length(p_payload::text);
 begin
   if p_kind is null or p_payload is null then
     raise exception 'an event needs a kind and a payload (a JSON null is one)' using errcode = 'S2020';
+  end if;
+  -- A claim brings payloads as text, many in one value, and no value has more than 1 GB: an event above that would make each
+  -- claim fail, and with it the events of others. A short jsonb may be a long text (1e131000).
+  if v_bytes > 134217728 then
+    raise exception 'the payload has % bytes; at most 134217728 are allowed', v_bytes using errcode = 'S2020';
   end if;
   if p_delay < interval '0' or p_delay > interval '10000 days' then
     raise exception 'a delay must be finite and not negative' using errcode = 'S2021';
@@ -51,8 +58,9 @@ begin
   if p_key is not null then
     v_last := relay.outbox_last(v_tenant, p_key);
   end if;
-  insert into relay.outbox (tenant_id, event_id, kind, key, payload, seq, state, created_at, available_at)
-  values (v_tenant, v_id, p_kind, p_key, p_payload,
+  insert into relay.outbox (tenant_id, event_id, kind, key, payload, payload_bytes, seq, state, created_at,
+                            available_at)
+  values (v_tenant, v_id, p_kind, p_key, p_payload, v_bytes,
           -- Above the last of its key, also where a batch has run ahead of the clock or the clock was set back.
           greatest((extract(epoch from v_now) * 1000000)::bigint, v_last + 1),
           case when v_last is null then 'ready' else 'waiting' end, v_now,
@@ -89,6 +97,7 @@ declare
   -- Key -> the place of the first event of it that need not wait; 0 where that is none of these.
   v_first  jsonb;
   v_wrong  boolean;
+  v_bytes  bigint;
   v_late   boolean;
   v_rung   boolean;
   v_keyed  boolean;
@@ -99,14 +108,18 @@ begin
     raise exception 'the events must be a JSON array' using errcode = 'S2020';
   end if;
   select bool_or(e.value ->> 'kind' is null or e.value -> 'payload' is null),
+         max(octet_length((e.value -> 'payload')::text)),
          bool_or(not (e.value ->> 'delay_ms')::numeric between 0 and 864000000000),
          bool_or(coalesce((e.value ->> 'delay_ms')::numeric, 0) = 0),
          bool_or(e.value ->> 'key' is not null),
          array_agg(coalesce((e.value ->> 'id')::uuid, relay.outbox_new_id(v_now)) order by e.n)
-  into v_wrong, v_late, v_rung, v_keyed, v_ids
+  into v_wrong, v_bytes, v_late, v_rung, v_keyed, v_ids
   from jsonb_array_elements(p_events) with ordinality as e (value, n);
   if v_wrong then
     raise exception 'each event needs a kind and a payload (a JSON null is one)' using errcode = 'S2020';
+  end if;
+  if v_bytes > 134217728 then
+    raise exception 'a payload has % bytes; at most 134217728 are allowed', v_bytes using errcode = 'S2020';
   end if;
   if v_late then
     raise exception 'a delay must be finite and not negative' using errcode = 'S2021';
@@ -124,8 +137,9 @@ begin
   end if;
 
   with stored as (
-    insert into relay.outbox (tenant_id, event_id, kind, key, payload, seq, state, created_at, available_at)
-    select v_tenant, v_ids[e.n], e.value ->> 'kind', e.value ->> 'key', e.value -> 'payload', v_seq + e.n - 1,
+    insert into relay.outbox (tenant_id, event_id, kind, key, payload, payload_bytes, seq, state, created_at, available_at)
+    select v_tenant, v_ids[e.n], e.value ->> 'kind', e.value ->> 'key', e.value -> 'payload',
+           octet_length((e.value -> 'payload')::text), v_seq + e.n - 1,
            case when (v_first ->> (e.value ->> 'key'))::bigint <> e.n then 'waiting' else 'ready' end,
            -- A microsecond apart, for the cursors of claims: what is at a cursor is not looked at.
            v_now, v_now + coalesce((e.value ->> 'delay_ms')::double precision, 0) * interval '1 ms'

@@ -185,7 +185,7 @@ begin
   into v_ids, v_all, v_sizes, v_suspect, v_lates, v_late
   from unnest(p_rows) with ordinality as u (row_id, n)
   cross join lateral (
-    select o.event_id, o.key, pg_column_size(o.payload)::bigint as size, o.suspect,
+    select o.event_id, o.key, o.payload_bytes as size, o.suspect,
            coalesce(o.first_claimed_at < p_oldest, false) as late
     from relay.outbox o where o.ctid = u.row_id and o.tenant_id = p_tenant limit 1) r;
   if v_late is not null then
@@ -318,7 +318,7 @@ begin
       v_now := clock_timestamp();
       v_oldest := v_now - p_horizon;
       select count(*), array_agg(l.row_id), sum(l.size), bool_or(l.special) into v_got, v_rows, v_size, v_special
-      from (select o.ctid as row_id, pg_column_size(o.payload)::bigint as size,
+      from (select o.ctid as row_id, o.payload_bytes as size,
                    o.key is not null or o.suspect or coalesce(o.first_claimed_at < v_oldest, false) as special
             from relay.outbox o
             where o.tenant_id = v_tenant and o.kind = v_kind and o.state = 'ready' and o.available_at > v_after

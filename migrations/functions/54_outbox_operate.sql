@@ -254,8 +254,8 @@ begin
   cross join lateral (
     select o.event_id, o.kind, o.key, o.state, o.attempts, o.last_error, o.claimed_by, o.created_at, o.available_at,
            o.claimed_at, o.parked_at,
-           case when v_chars > 0 and pg_column_size(o.payload) <= 65536 then left(o.payload::text, v_chars) end,
-           pg_column_size(o.payload)::bigint
+           case when v_chars > 0 and o.payload_bytes <= 65536 then left(o.payload::text, v_chars) end,
+           o.payload_bytes
     from relay.outbox o where o.tenant_id = v_tenant and o.event_id = m.event_id limit 1) l
   order by m.event_id desc;
   perform relay.unbind_tenant(v_before);

@@ -16,6 +16,8 @@ create table relay.outbox (
   -- Events of one key are delivered one after the other, in the order of seq. null: in any order.
   key              text collate "C" check (key <> '' and octet_length(key) <= 200),
   payload          jsonb not null,
+  -- As JSON text, in which claims bring it: a few bytes of jsonb may be a number of 100,000 digits.
+  payload_bytes    bigint not null,
   -- Microseconds of the database clock at enqueue plus the place in the batch, and above every live event of the key that
   -- the writer could see. It orders; it is not unique.
   seq              bigint not null,
@@ -51,8 +53,7 @@ create table relay.outbox (
   autovacuum_vacuum_cost_delay = 0,
   autovacuum_analyze_threshold = 2147483647, autovacuum_analyze_scale_factor = 0
 );
--- An event lives for moments: to compress it would cost its writer more than it saves. And so its size is what a claim
--- must count, without reading it.
+-- An event lives for moments: to compress it would cost its writer more than it saves.
 alter table relay.outbox alter column payload set storage external;
 
 -- The primary key is the only index that a statement by event id can take: none of these predicates follows from one. Nor
