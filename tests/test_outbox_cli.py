@@ -137,7 +137,7 @@ async def test_list_cuts_payloads_and_errors_and_a_terminal_obeys_nothing_that_o
     ended = await outbox("list")
     assert re.search('"x{10,78}…', ended.out)
     assert "x" * 80 not in ended.out
-    assert "(70,008 bytes)" in ended.out
+    assert "(70,002 bytes)" in ended.out
     assert "e" * 100 not in ended.out
     shown = await outbox("show", str(event_id))
     documents = await outbox("list", "--json"), await outbox("show", str(event_id), "--json")
