@@ -32,7 +32,7 @@ from anyio.abc import TaskGroup
 
 from dispatch_core import codec
 from dispatch_core.backoff import full_jitter
-from dispatch_core.outbox_models import ClaimedEvent, OutboxEvent, OutboxPark, OutboxRetry, Sink, Verdict
+from dispatch_core.outbox_models import ClaimedEvent, OutboxEvent, OutboxPark, OutboxRetry, Sink, Verdict, delay_seconds
 
 __all__ = ["Delivery"]
 
@@ -162,7 +162,7 @@ class Delivery:
         answers: Sequence[BaseException | None]
         try:
             try:
-                answers = await sink.deliver_many(events)
+                answers = list(await sink.deliver_many(events))
             finally:
                 late = self._was_late(task)
             if len(answers) != len(events):
@@ -196,17 +196,36 @@ class Delivery:
         return error
 
     def _verdict(self, claimed: ClaimedEvent, error: BaseException) -> Verdict:
+        # The attempt that has just failed is not among the event's.
+        pause = full_jitter(claimed.attempts + 1, self._backoff_base, self._backoff_cap)
+        try:
+            return self._judged(claimed, error, pause)
+        except Exception as fault:
+            # An error is an object of the sink's own, and may be anything. Raised here, it would end the drainer, and
+            # the next one, with nothing counted.
+            logger.warning(
+                "event %s of kind %s: what its sink raised cannot be read",
+                claimed.event_id,
+                claimed.kind,
+                exc_info=True,
+            )
+            reason = codec.sanitize(
+                f"{type(error).__name__}: it cannot be read: {type(fault).__name__}: {codec.sanitize(fault)}",
+                _MAX_REASON_BYTES,
+            )
+            return Verdict("failed", reason, timedelta(seconds=pause))
+
+    def _judged(self, claimed: ClaimedEvent, error: BaseException, pause: float) -> Verdict:
         if isinstance(error, OutboxPark):
             reason = codec.sanitize(error, _MAX_REASON_BYTES)
             logger.warning("event %s of kind %s is parked by its sink: %s", claimed.event_id, claimed.kind, reason)
             return Verdict("park", reason or "parked by its sink, without a reason")
-        # The attempt that has just failed is not among the event's.
-        pause = full_jitter(claimed.attempts + 1, self._backoff_base, self._backoff_cap)
         if isinstance(error, _Failure):
             reason = str(error)
         elif isinstance(error, OutboxRetry):
             reason = codec.sanitize(error, _MAX_REASON_BYTES)
-            pause = max(pause, min(error.delay, _MAX_DELAY_SECONDS) * random.uniform(1.0, 1.1))
+            # Read anew: a subclass, or whoever caught it, may have put anything there.
+            pause = max(pause, min(delay_seconds(error.delay), _MAX_DELAY_SECONDS) * random.uniform(1.0, 1.1))
         else:
             reason = codec.sanitize(f"{type(error).__name__}: {codec.sanitize(error)}", _MAX_REASON_BYTES)
         logger.info("event %s of kind %s was not delivered: %s", claimed.event_id, claimed.kind, reason)

@@ -29,6 +29,7 @@ __all__ = [
     "SettledEvent",
     "Sink",
     "Verdict",
+    "delay_seconds",
 ]
 
 Group: TypeAlias = tuple[str, str]
@@ -112,12 +113,27 @@ class BatchSink(Protocol):
         ...
 
 
-class OutboxRetry(Exception):  # noqa: N818  (as OutboxPark)
-    """Raised by a sink: this delivery has failed, and the next one is not to be made before `delay` seconds."""
+def delay_seconds(delay: object) -> float:
+    """Return a delay, seconds or a timedelta, as seconds. Raises: TypeError, ValueError."""
+    if isinstance(delay, timedelta):
+        return delay.total_seconds()
+    if not isinstance(delay, int | float):
+        raise TypeError(f"a delay is seconds or a timedelta, not {type(delay).__name__}")
+    if delay != delay:
+        raise ValueError("a delay of NaN seconds")
+    return delay
 
-    def __init__(self, reason: str, delay: float) -> None:
+
+class OutboxRetry(Exception):  # noqa: N818  (as OutboxPark)
+    """Raised by a sink: this delivery has failed, and the next one is not to be made before `delay`.
+
+    `delay` is seconds or a timedelta: negative is at once, and no more than a day is waited.
+    """
+
+    def __init__(self, reason: str, delay: float | timedelta) -> None:
+        """Take a reason, and the delay. Raises: TypeError, ValueError where that is no length of time."""
         super().__init__(reason)
-        self.delay = delay
+        self.delay = delay_seconds(delay)
 
 
 class OutboxPark(Exception):  # noqa: N818  (a sink's answer, not a fault)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import anyio
@@ -82,6 +83,73 @@ async def test_each_event_has_its_own_outcome_and_the_report_counts_them(
     assert errors["groups"].startswith("ExceptionGroup: many")
     assert errors["unprintable"].startswith("UnprintableError: <UnprintableError: its text is not available")
     assert {row["payload"] for row in rows if row["state"] == "parked"} == {"parks"}
+
+
+@pytest.mark.invariant("O4")
+async def test_whatever_a_sink_raises_hurts_its_own_event_alone(
+    database: TestDatabase, admin: Connection, gateway: Connection
+) -> None:
+    """A drainer that died of it would die of it again, with nothing counted, and all other events would wait."""
+
+    class Lazy(OutboxRetry):
+        def __init__(self) -> None:
+            Exception.__init__(self, "no delay at all")
+
+    class Hostile(OutboxRetry):
+        delay = property(lambda _: 1 / 0, lambda *_: None)  # type: ignore[assignment]
+
+    def changed(delay: Any) -> OutboxRetry:
+        error = OutboxRetry("busy", 1)
+        error.delay = delay
+        return error
+
+    def retry(delay: Any) -> Any:
+        async def sink(_: OutboxEvent) -> None:
+            raise OutboxRetry("busy", delay)
+
+        return sink
+
+    answers = {
+        "none": retry(None), "text": retry("30"), "nan": retry(float("nan")), "set to none": changed(None),
+        "set to nan": changed(float("nan")), "lazy": Lazy(), "hostile": Hostile("busy", 1),
+        "infinite": retry(float("inf")), "negative": retry(-1), "huge": retry(10**400),
+        "timedelta": retry(timedelta(hours=1)), "set to timedelta": changed(timedelta(hours=1)),
+    }  # fmt: skip
+    await write(gateway, *answers, "good")
+    async with outbox(database, Recorder(answers)) as drainer:
+        assert await drainer.drain() == DrainReport(claimed=13, delivered=1, failed=12)
+    rows = await admin.fetch(
+        "select payload #>> '{}' as payload, attempts, last_error,"
+        f" round(extract(epoch from available_at - now()) / 3600) as h from {OUTBOX}"
+    )
+    assert {row["attempts"] for row in rows} == {1}
+    told = {row["payload"]: row["last_error"] for row in rows}
+    assert told["none"] == "TypeError: a delay is seconds or a timedelta, not NoneType"
+    assert told["nan"] == "ValueError: a delay of NaN seconds"
+    assert told["set to none"].startswith("OutboxRetry: it cannot be read: TypeError: a delay is seconds or")
+    assert told["lazy"].startswith("Lazy: it cannot be read: AttributeError")
+    assert told["hostile"].startswith("Hostile: it cannot be read: ZeroDivisionError")
+    assert {told[name] for name in ("infinite", "negative", "huge", "timedelta")} == {"busy"}
+    hours = {row["payload"]: row["h"] for row in rows}
+    assert (hours["timedelta"], hours["set to timedelta"], hours["negative"]) == (1, 1, 0)
+    assert 23 <= hours["infinite"] <= 27
+    assert 23 <= hours["huge"] <= 27
+
+
+@pytest.mark.parametrize(
+    "answers", [None, 7, {1: 2}.items(), [True], ["no"]], ids=["none", "int", "items", "true", "str"]
+)
+async def test_an_answer_for_many_events_that_is_none_is_a_failure_of_each(
+    database: TestDatabase, admin: Connection, gateway: Connection, answers: Any
+) -> None:
+    await write(gateway, "one")
+
+    class Odd(Recorder):
+        async def deliver_many(self, _: Any) -> Any:
+            return answers
+
+    async with outbox(database, Odd()) as drainer:
+        assert await drainer.drain() == DrainReport(claimed=1, failed=1)
 
 
 @pytest.mark.invariant("O4")
