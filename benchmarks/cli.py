@@ -128,12 +128,21 @@ async def measure(
                     console.print(f"[red]{scenario.name} failed: {error!r}[/]", highlight=False)
                     continue
                 results.append(result)
+                if not console.is_terminal:  # there is no bar, and the tables come at the end of half an hour
+                    console.print(_told(result, len(results) + len(failed), len(scenarios)), highlight=False)
         finally:
             await sandboxes.close()
     document = as_json(results, environment, started_at=started_at, quick=quick, rounds=rounds)
     document["failed"] = failed
     document["known"] = known.compare(plain, results, cores=environment["cores"])
     return document, results
+
+
+def _told(result: ScenarioResult, number: int, count: int) -> str:
+    verdicts = result.verdicts()
+    met = sum(verdict.met for verdict in verdicts)
+    judged = f"{met} of {len(verdicts)} targets met" if verdicts else "no target"
+    return f"{number} of {count}  {result.scenario.name}: {judged}, {result.seconds:.0f} s"
 
 
 def _draw(results: Sequence[ScenarioResult], path: Path, console: Console) -> None:
