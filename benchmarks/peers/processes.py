@@ -40,23 +40,27 @@ class Process:
         self._name = name
         self._errors = errors
 
-    async def expect(self, word: str, patience: float = _PATIENCE) -> str:
-        """Return what stands behind `word` in the next line of ours.
+    async def expect(self, *words: str, patience: float = _PATIENCE) -> str:
+        """Hear each of `words` once, in whatever order, and nothing else; return what stands behind the last of them.
 
         Raises: SampleFailedError, when another line comes, or none.
         """
         assert self._running.stdout is not None
+        awaited = " and ".join(map(repr, words))
+        missing = set(words)
         try:
             async with asyncio.timeout(patience):
                 while line := (await self._running.stdout.readline()).decode():
                     if line.startswith(MARK):
                         found, _, rest = line[len(MARK) :].strip().partition(" ")
-                        if found == word:
+                        if found not in missing:
+                            raise SampleFailedError(f"{self._name} said {found!r} in place of {awaited}")
+                        missing.discard(found)
+                        if not missing:
                             return rest
-                        raise SampleFailedError(f"{self._name} said {found!r} in place of {word!r}")
         except TimeoutError:
-            raise SampleFailedError(f"{self._name} did not say {word!r} in {patience:.0f} s{self._last()}") from None
-        raise SampleFailedError(f"{self._name} ended before it said {word!r}{self._last()}")
+            raise SampleFailedError(f"{self._name} did not say {awaited} in {patience:.0f} s{self._last()}") from None
+        raise SampleFailedError(f"{self._name} ended before it said {awaited}{self._last()}")
 
     async def tell(self, word: str) -> None:
         """Send one line."""
