@@ -8,8 +8,10 @@ Nothing here touches the database: no connection, lock or transaction is held wh
     raised anything else            failed, with its text
     took too long                   failed, S2R-SINK-TIMEOUT
     raised CancelledError itself    failed, S2R-SINK-CANCELLED
-    not begun in time, or cut off because the drain was cancelled or a sink raised SystemExit or KeyboardInterrupt
+    raised SystemExit               failed, S2R-SINK-EXIT, and the process ends once the batch is settled
+    not begun in time, or cut off because the drain was cancelled or a sink raised SystemExit
                                     release: nothing is counted
+    raised KeyboardInterrupt        release: that is a person's, and not the event's doing
 
 A sink that takes events together (`BatchSink`) is called once for all of its own in a batch; each of its answers counts
 as if it had been returned or raised for that event alone.
@@ -150,6 +152,10 @@ class Delivery:
             except (SystemExit, KeyboardInterrupt) as error:
                 # Let out of a task, it would end the event loop at once, and with it the settling of the others.
                 self.fatal = error
+                if isinstance(error, SystemExit):
+                    # Counted: else an event whose sink exits would end every process that ever claims it, for ever.
+                    for place in [portion] if isinstance(portion, int) else portion:
+                        verdicts[place] = self._verdict(events[place], error)
                 group.cancel_scope.cancel()
                 return
             finally:
@@ -222,6 +228,10 @@ class Delivery:
             return Verdict("park", reason or "parked by its sink, without a reason")
         if isinstance(error, _Failure):
             reason = str(error)
+        elif isinstance(error, SystemExit):
+            reason = codec.sanitize(
+                f"S2R-SINK-EXIT: its sink raised SystemExit: {codec.sanitize(error)}", _MAX_REASON_BYTES
+            )
         elif isinstance(error, OutboxRetry):
             reason = codec.sanitize(error, _MAX_REASON_BYTES)
             # Read anew: a subclass, or whoever caught it, may have put anything there.

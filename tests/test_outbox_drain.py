@@ -96,7 +96,7 @@ async def test_whatever_a_sink_raises_hurts_its_own_event_alone(
             Exception.__init__(self, "no delay at all")
 
     class Hostile(OutboxRetry):
-        delay = property(lambda _: 1 / 0, lambda *_: None)  # type: ignore[assignment]
+        delay = property(lambda _: 1 / 0, lambda *_: None)
 
     def changed(delay: Any) -> OutboxRetry:
         error = OutboxRetry("busy", 1)
@@ -391,17 +391,59 @@ async def test_a_cancelled_drain_settles_what_is_done_and_releases_the_rest_at_o
 
 
 @pytest.mark.case("C29")
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
-async def test_a_sink_that_ends_the_process_ends_it_after_the_batch_is_settled(
-    database: TestDatabase, admin: Connection, gateway: Connection, error: BaseException
+async def test_an_interrupt_in_a_sink_ends_the_process_after_the_batch_is_settled_and_counts_nothing(
+    database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:
     await write(gateway, "done", "ends", "never begun")
-    sink = Recorder({"ends": error})
+    sink = Recorder({"ends": KeyboardInterrupt()})
     async with outbox(database, sink, concurrency=1) as drainer:
-        with pytest.raises(type(error)):
+        with pytest.raises(KeyboardInterrupt):
             await drainer.drain()
     assert await states(admin) == {"ends": "ready", "never begun": "ready"}
     assert await admin.fetchval(f"select max(attempts) from {OUTBOX}") == 0
+
+
+@pytest.mark.case("C29")
+@pytest.mark.invariant("O4")
+@pytest.mark.kind("poison at the head of the line")
+async def test_an_event_whose_sink_exits_ends_processes_until_it_is_parked_and_counts_for_no_other(
+    database: TestDatabase, admin: Connection, gateway: Connection
+) -> None:
+    await write(gateway, "done", "exits", "never begun")
+    sink = Recorder({"exits": SystemExit(3)})
+    query = f"select payload #>> '{{}}' as payload, state, attempts, last_error from {OUTBOX} order by event_id"
+    async with outbox(database, sink, concurrency=1, max_attempts=2) as drainer:
+        with pytest.raises(SystemExit) as ended:
+            await drainer.drain()
+    assert ended.value.code == 3
+    told = "S2R-SINK-EXIT: its sink raised SystemExit: 3"
+    rows = [tuple(row) for row in await admin.fetch(query)]
+    assert rows == [("exits", "ready", 1, told), ("never begun", "ready", 0, None)]
+    await make_due(admin)
+    async with outbox(database, sink, concurrency=1, max_attempts=2) as drainer:
+        with pytest.raises(SystemExit):
+            await drainer.drain()
+    async with outbox(database, sink, concurrency=1, max_attempts=2) as drainer:
+        await drainer.drain()
+    assert [tuple(row) for row in await admin.fetch(query)] == [("exits", "parked", 2, told)]
+
+
+@pytest.mark.case("C29")
+async def test_a_sink_of_many_events_that_exits_has_failed_for_those_it_was_given(
+    database: TestDatabase, admin: Connection, gateway: Connection
+) -> None:
+    """Which of them it was nobody can tell."""
+
+    class Exits(Recorder):
+        async def deliver_many(self, _: Any) -> Any:
+            raise SystemExit("so be it")
+
+    await write(gateway, "one", "two")
+    async with outbox(database, Exits()) as drainer:
+        with pytest.raises(SystemExit):
+            await drainer.drain()
+    rows = await admin.fetch(f"select attempts, last_error from {OUTBOX}")
+    assert [tuple(row) for row in rows] == [(1, "S2R-SINK-EXIT: its sink raised SystemExit: so be it")] * 2
 
 
 async def test_a_settling_is_repeated_through_an_outage(
