@@ -9,7 +9,8 @@
     429, 502, 503, 504  failed; not again before what Retry-After says
     anything else       failed, a redirect too: an event goes where its owner has said and nowhere else
 
-What is kept of a failure is short and holds no secret: no URL, no header, and the beginning of the answer at most.
+What is kept of a failure is short and holds no secret: no URL and no part of one, no header, and the beginning of the
+answer at most. Parts of fewer than six characters are not looked for: they are more often words than secrets.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import hashlib
 import hmac
 import importlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, unquote_plus, urlsplit
 
 import anyio
 
@@ -47,8 +49,11 @@ _MAX_BODY_BYTES: Final = 8 * 1024 * 1024
 _MAX_ANSWER_BYTES: Final = 65536
 """Read so that the connection can be used again; a longer answer is cut off, with its connection."""
 
-_MAX_EXCERPT_CHARS: Final = 200
-_SECRET_CHARS: Final = 8
+_MAX_EXCERPT_BYTES: Final = 200
+_LOOKED_AT_CHARS: Final = 8192
+"""Of an answer, for secrets, before it is cut to an excerpt."""
+_SECRET_CHARS: Final = 6
+_SEPARATORS: Final = re.compile(r"[\s/?&=:@;,#]+")
 
 
 class WebhookFailedError(RelayDispatchError):
@@ -99,9 +104,10 @@ class WebhookSink:
         if any(name.lower() in _OURS for name in self._headers):
             raise ConfigurationError(f"{', '.join(_OURS)} are made for each webhook and cannot be given")
         self._body = body or _standard_body
-        self._hidden = _hidden(
-            url, parts.path, parts.query, *(each.removeprefix(_PREFIX) for each in secrets), *self._headers.values()
-        )
+        userinfo = parts.netloc.rpartition("@")[0]
+        # What stands before the path otherwise, scheme and host, is no secret: it is told of each failure.
+        told = (url, userinfo, _basic(userinfo), parts.path, parts.query, parts.fragment)
+        self._hidden = _hidden(*told, *(each.removeprefix(_PREFIX) for each in secrets), *self._headers.values())
         self._given = client
         self._own: Any = None
         self._library: Any = None if client is not None else _library()
@@ -153,21 +159,26 @@ class WebhookSink:
                 status, answer = response.status_code, response.headers
                 excerpt = await _read(response)
         except Exception as error:
-            raise WebhookFailedError(self._told(f"{type(error).__name__}: {codec.sanitize(error)}")) from error
+            text = codec.sanitize(error, _MAX_ANSWER_BYTES)
+            raise WebhookFailedError(f"{type(error).__name__}: {self._told(text)}") from error
         if 200 <= status < 300:
             return
-        reason = self._told(f"{self._host} answered {status}{': ' if excerpt else ''}{excerpt}")
+        excerpt = self._told(excerpt)
+        reason = f"{self._host} answered {status}{': ' if excerpt else ''}{excerpt}"
         if status == _GONE:
             raise OutboxPark(f"S2R-WEBHOOK-GONE: {reason}")
         if status in _OVERLOADED and (seconds := _retry_after(answer.get("retry-after"))):
             raise OutboxRetry(f"WebhookFailedError: {reason}", seconds)
         raise WebhookFailedError(reason)
 
-    def _told(self, reason: str) -> str:
-        """Return what may be kept of a failure."""
-        for secret in self._hidden:
-            reason = reason.replace(secret, "***")
-        return codec.sanitize(reason, len(self._host) + _MAX_EXCERPT_CHARS + 40)
+    def _told(self, text: str) -> str:
+        """Return what may be kept of an answer or an error."""
+        kept = _hide(self._hidden, text[:_LOOKED_AT_CHARS])
+        if len(text) > _LOOKED_AT_CHARS:
+            # The end may be the beginning of a secret, which is not known by that.
+            kept = kept[: -len(self._hidden[0])]
+        plain = "".join(c if c.isprintable() else " " for c in kept)
+        return codec.sanitize(" ".join(plain.split()), _MAX_EXCERPT_BYTES)
 
 
 def _library() -> Any:
@@ -191,9 +202,27 @@ def _key(secret: str) -> bytes:
 
 
 def _hidden(*texts: str) -> list[str]:
-    """Return what is to be hidden of texts: each word that is long enough to be a secret, the longest first."""
-    words = {word for text in texts for word in (text, *text.split())}
+    """Return what is to be hidden of texts, the longest first: each whole, its words, and its parts as a URL has them;
+    as they are, with percent escapes and without.
+
+    Parts of path, query and userinfo are hidden whatever they say: so an answer may lose an ordinary word of the path.
+    """
+    words = {word for text in texts for word in (text, *text.split(), *_SEPARATORS.split(text))}
+    words |= {part for word in words for part in _SEPARATORS.split(unquote(word))}
+    words |= {form for word in words for form in (unquote(word), unquote_plus(word))}
+    words |= {form for word in words for form in (quote(word), quote(word, safe=""))}
     return sorted((word for word in words if len(word) >= _SECRET_CHARS), key=len, reverse=True)
+
+
+def _hide(hidden: Sequence[str], text: str) -> str:
+    """Return text with `***` where something hidden was, in capitals or not: escapes may come in either."""
+    return re.sub("|".join(map(re.escape, hidden)), "***", text, flags=re.IGNORECASE)
+
+
+def _basic(userinfo: str) -> str:
+    """Return what a client makes of userinfo in the header of a request."""
+    user, _, password = userinfo.partition(":")
+    return base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode() if userinfo else ""
 
 
 def _standard_body(event: OutboxEvent) -> bytes:
@@ -202,16 +231,13 @@ def _standard_body(event: OutboxEvent) -> bytes:
 
 
 async def _read(response: Any) -> str:
-    """Read an answer as far as it is short; return how it begins, where that can be read."""
-    start, size = b"", 0
+    """Read an answer as far as it is short; return that, secrets and all, where it can be read."""
+    start = bytearray()
     async for chunk in response.aiter_raw():
-        start += chunk[: _MAX_EXCERPT_CHARS - len(start)]
-        size += len(chunk)
-        if size > _MAX_ANSWER_BYTES:
+        start += chunk
+        if len(start) > _MAX_ANSWER_BYTES:
             break
-    if response.headers.get("content-encoding"):
-        return ""
-    return " ".join("".join(c if c.isprintable() else " " for c in start.decode("utf-8", "replace")).split())
+    return "" if response.headers.get("content-encoding") else start.decode("utf-8", "replace")
 
 
 def _retry_after(value: str | None) -> float:

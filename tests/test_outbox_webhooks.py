@@ -192,9 +192,37 @@ async def test_what_is_kept_of_a_failure_is_short_and_holds_no_secret() -> None:
         for secret in ("path-s3cret", "query-s3cret", "Bearer-token-1", SECRET[6:20], "\x1b", "\n"):
             assert secret not in told
         assert repr(sink) == "<WebhookSink 127.0.0.1>"
+        it.body = b"x" * 190 + b" path-s3cret"
+        with pytest.raises(WebhookFailedError, match=r" x{190} \*\*\*$"):
+            await sink(event())
         it.headers, it.body = {"content-encoding": "gzip"}, b"\x1f\x8b garbage"
         with pytest.raises(WebhookFailedError, match=r"^127.0.0.1 answered 500$"):
             await sink(event())
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        ("no_service XXsecretXX", "no_service ***"),
+        ("unknown token abcdef1234567890", "unknown token ***"),
+        ("key ABCDEF1234567890", "key ***"),
+        ("user u5er:p4ss/w0rd-x", "user ***"),
+        ("p4ss%2Fw0rd-x, p4ss%2fw0rd-x", "***, ***"),
+        (base64.b64encode(b"u5er:p4ss/w0rd-x").decode(), "***"),
+        ("sid=c00kie-s3cret", "sid=***"),
+        ("no zone in b\u00e9-s3cret or b%C3%A9-s3cret", "no zone in *** or ***"),
+        # Hidden first and cut afterwards: nothing is left of one that lies across the cut.
+        ("x" * 192 + " XXsecretXX", "x" * 192 + " ***"),
+        ("XXsecretXX " * 800, "*** " * 49 + "*\u2026"),
+        # What is looked at ends in the middle of one.
+        (" " * 8187 + "XXsecretXX", ""),
+        ("no such order; the host is well", "no such order; the host is well"),
+    ],
+)
+def test_no_part_of_a_url_or_of_a_header_is_kept_of_an_answer(answer: str, kept: str) -> None:
+    url = "https://u5er:p4ss%2Fw0rd-x@h.example/services/T000/b%C3%A9-s3cret/XXsecretXX?token=abcdef1234567890"
+    sink = WebhookSink(url, secret=SECRET, headers={"cookie": "sid=c00kie-s3cret; a=b"})
+    assert sink._told(answer) == kept
 
 
 async def test_silence_and_a_refused_connection_are_failures_that_name_no_url() -> None:
