@@ -1,8 +1,8 @@
 """The sink that makes a dispatch job of each event, in the same database as the outbox or in another.
 
-Effectively once: the job's id is made of the event's, so an event that is delivered again finds its job there. That job
-is known for as long as its result is kept; no event is delivered longer than `retry_horizon_seconds` after its first
-claim, which must be less.
+Effectively once: the job's id is made of the event's and its kind, so an event that is delivered again finds its job
+there. That job is known for as long as its result is kept; no event is delivered longer than `retry_horizon_seconds`
+after its first claim, which must be less.
 
 Why an id and no idempotency key: an enqueue with a key may have to wait for another transaction, so each is a statement
 of its own; by id a whole batch is one statement, and remembered just as long.
@@ -88,10 +88,13 @@ class DispatchSink:
             )
 
     @staticmethod
-    def job_id(event_id: UUID) -> UUID:
-        """Return the id of the job that an event becomes, known before it is one: so its result can be waited for."""
+    def job_id(event_id: UUID, kind: str) -> UUID:
+        """Return the id of the job that an event becomes, known before it is one: so its result can be waited for.
+
+        Of the kind too: whoever gives events the id of an order has one of it for each thing that becomes of the order.
+        """
         given = event_id.bytes
-        digest = hashlib.sha256(_JOB_ID_DOMAIN + given).digest()
+        digest = hashlib.sha256(_JOB_ID_DOMAIN + given + kind.encode()).digest()
         # The time in it is kept, and with it the order of a UUIDv7; the rest is not the event's, for it might be taken.
         own = bytes((given[6] & 0xF0 | digest[0] & 0x0F, digest[1], 0x80 | digest[2] & 0x3F))
         return id_of(given[:6] + own + digest[3:10])
@@ -167,7 +170,7 @@ class DispatchSink:
                 " (RELAY_DISPATCH_MAX_BODY_BYTES)"
             )
         return EnqueueRow(
-            self.job_id(event.event_id),
+            self.job_id(event.event_id, event.kind),
             route.relay_id,
             route.operation,
             route.headers,

@@ -535,8 +535,9 @@ async def test_drain_makes_jobs_by_routes_and_leaves_other_kinds_alone(
     assert "left alone, since they have no route: events of kind invoice.sent" in ended.err
     jobs = (await RelayDispatchRepository(worker, "acme").claim("erp", claimed_by="test", limit=10)).jobs
     assert {job.job_id: job.json() for job in jobs} == {
-        DispatchSink.job_id(ids[0]): {"order": 7}, DispatchSink.job_id(ids[1]): {"order": 8}
-    }  # fmt: skip
+        DispatchSink.job_id(ids[0], "order.placed"): {"order": 7},
+        DispatchSink.job_id(ids[1], "order.placed"): {"order": 8},
+    }
     assert {(job.operation, job.max_attempts) for job in jobs} == {("PostOrder", 3)}
     assert 3500 < jobs[0].remaining() <= 3600
     assert (await states(admin), await states(admin, "globex")) == ({"x": "ready"}, {"y": "ready"})

@@ -34,7 +34,7 @@ async def _jobs(admin: Connection) -> set[tuple[str, UUID]]:
 
 
 def _ids(events: Sequence[OutboxEvent]) -> set[tuple[str, UUID]]:
-    return {(event.tenant_id, DispatchSink.job_id(event.event_id)) for event in events}
+    return {(event.tenant_id, DispatchSink.job_id(event.event_id, event.kind)) for event in events}
 
 
 @pytest.mark.case("C25")
@@ -62,7 +62,7 @@ async def test_a_drain_that_died_before_its_settling_leaves_jobs_that_the_next_o
     async with GatewayClient(settings=settings_for(database.gateway_dsn)) as client:
         sink = DispatchSink(client, ROUTES)
         await sink.deliver_many(await take(gateway, by="dead"))
-        assert await client.tenant(TENANT).mark_expired(DispatchSink.job_id(ids[0])) == 1
+        assert await client.tenant(TENANT).mark_expired(DispatchSink.job_id(ids[0], KIND)) == 1
         await make_stale(admin)
         async with outbox(database, sink) as drainer:
             reports = [await drainer.drain() for _ in range(3)]
@@ -127,10 +127,10 @@ async def test_a_tenant_that_the_client_may_not_serve_fails_alone(
 
 def test_a_jobs_id_is_made_of_the_events_and_is_no_other_events() -> None:
     given = UUID("01a22912-facc-72a6-9c41-0881c35f8886")
-    made = DispatchSink.job_id(given)
-    assert made == DispatchSink.job_id(UUID(str(given))) == UUID(str(made))
+    made = DispatchSink.job_id(given, KIND)
+    assert made == DispatchSink.job_id(UUID(str(given)), KIND) == UUID(str(made))
     assert isinstance(made, UUID)
     assert (made.version, made.variant) == (given.version, given.variant)
     assert made.bytes[:6] == given.bytes[:6], "it stands where the event stood in time"
-    assert len({DispatchSink.job_id(UUID(int=given.int ^ bit)) for bit in (0, 1, 1 << 40, 1 << 63)}) == 4
-    assert DispatchSink.job_id(made) not in (given, made)
+    assert len({DispatchSink.job_id(UUID(int=given.int ^ bit), KIND) for bit in (0, 1, 1 << 40, 1 << 63)}) == 4
+    assert DispatchSink.job_id(made, KIND) not in (given, made)

@@ -168,7 +168,7 @@ def test_an_event_that_always_fails_is_parked_after_the_hours_that_the_page_says
 
 def test_a_job_is_known_by_the_event_it_was_made_of() -> None:
     event_id = UUID("01998d4e-0000-7000-8000-000000000000")
-    assert DispatchSink.job_id(event_id) == DispatchSink.job_id(event_id) != event_id
+    assert DispatchSink.job_id(event_id, "k") == DispatchSink.job_id(event_id, kind="k") != event_id
 
 
 def test_every_link_of_the_page_leads_somewhere() -> None:

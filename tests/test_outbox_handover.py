@@ -60,7 +60,7 @@ async def test_what_is_committed_is_a_job_after_one_drain_and_what_is_rolled_bac
             event_id = await Outbox.enqueue(gateway, KIND, {"order": 7}, tenant=TENANT)
             assert await drainer.drain_all() == DrainReport()
         assert await drainer.drain_all() == DrainReport(claimed=1, delivered=1)
-        assert await jobs_of(admin) == [(DispatchSink.job_id(event_id), "erp")]
+        assert await jobs_of(admin) == [(DispatchSink.job_id(event_id, KIND), "erp")]
         assert await states(admin) == {}
 
 
@@ -81,7 +81,7 @@ async def test_an_event_that_is_delivered_again_finds_its_job_also_when_its_rout
         drainer = drainer_of(database)
         drainer.add_sink(KIND, DispatchSink(client, {KIND: OutboxRoute("erp-new", "PostAll", ttl=60)}))
         assert await drainer.drain_all() == DrainReport(claimed=1, delivered=1, reclaimed=1)
-    assert await jobs_of(admin) == [(DispatchSink.job_id(event_id), "erp")]
+    assert await jobs_of(admin) == [(DispatchSink.job_id(event_id, KIND), "erp")]
     assert await states(admin) == {}
 
 
@@ -148,7 +148,7 @@ async def test_eight_drainers_at_once_and_writers_that_commit_late_make_one_job_
             for drainer in drainers:
                 await drainer.stop()
     jobs = [job for tenant in ("t0", "t1") for job, _ in await jobs_of(admin, tenant)]
-    assert Counter(jobs) == Counter(map(DispatchSink.job_id, committed))
+    assert Counter(jobs) == Counter(DispatchSink.job_id(event_id, KIND) for event_id in committed)
 
 
 # --- the network, and whose it is ---------------------------------------------------------------

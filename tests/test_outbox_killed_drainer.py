@@ -111,7 +111,7 @@ async def test_whatever_step_a_drainer_is_killed_at_every_event_becomes_one_job_
     assert await admin.fetchval(f"select count(*) from {OUTBOX}") == 0
     for step, (_, _, _, events, _) in STEPS.items():
         jobs_of_step = await _jobs(admin, step)
-        assert Counter(jobs_of_step) == Counter(DispatchSink.job_id(event_id) for event_id in ids[step]), step
+        assert Counter(jobs_of_step) == Counter(DispatchSink.job_id(event_id, KIND) for event_id in ids[step]), step
         # What nobody has settled counts as one failure, and nothing else does.
         failures = {attempts[event_id] for event_id in ids[step] if event_id in attempts}
         assert failures == {int("claimed" in events)} or not events, step

@@ -66,8 +66,8 @@ async def test_an_event_becomes_a_job_of_its_tenant_in_the_same_database_or_anot
             assert await drainer.drain() == DrainReport(claimed=2, delivered=2)
     made = {row["tenant_id"]: row for row in await jobs(admin)}
     assert {tenant: row["job_id"] for tenant, row in made.items()} == {
-        "acme": DispatchSink.job_id(ids[0]),
-        "globex": DispatchSink.job_id(ids[1]),
+        "acme": DispatchSink.job_id(ids[0], KIND),
+        "globex": DispatchSink.job_id(ids[1], KIND),
     }
     row = made["globex"]
     assert (row["relay_id"], row["operation"], row["max_attempts"]) == ("erp", "PostOrder", 3)
@@ -95,7 +95,7 @@ async def test_an_event_that_is_delivered_again_is_the_same_job_whatever_became_
         async with open_client(database.gateway_dsn) as other:
             await DispatchSink(other, {KIND: OutboxRoute("crm", "Changed")})(it)
         assert len(await jobs(admin)) == 2
-        assert (await client.tenant(TENANT).poll_status(DispatchSink.job_id(it.event_id))).status == "succeeded"  # type: ignore[union-attr]
+        assert (await client.tenant(TENANT).poll_status(DispatchSink.job_id(it.event_id, KIND))).status == "succeeded"  # type: ignore[union-attr]
 
 
 async def test_an_event_whose_drainer_died_after_the_delivery_is_one_job(
@@ -134,15 +134,33 @@ async def test_the_events_of_a_batch_share_a_statement_for_each_tenant(
 
 def test_the_id_of_a_job_is_made_of_its_events_and_is_another() -> None:
     event_id = UUID("0190d6c1-7e00-7123-8000-00000000abcd")
-    assert DispatchSink.job_id(event_id) == UUID("0190d6c1-7e00-7522-ba4e-14200dab260e")
-    assert DispatchSink.job_id(event_id) != DispatchSink.job_id(UUID(int=event_id.int + 1))
+    assert DispatchSink.job_id(event_id, KIND) == UUID("0190d6c1-7e00-7f7f-8378-e6a95d5457c1")
+    assert DispatchSink.job_id(event_id, KIND) != DispatchSink.job_id(UUID(int=event_id.int + 1), KIND)
     ids = [new_id() for _ in range(1000)]
-    made = [DispatchSink.job_id(each) for each in ids]
+    made = [DispatchSink.job_id(each, KIND) for each in ids]
     assert len({*ids, *made}) == 2000
     assert {each.version for each in made} == {7}
     assert {each.variant for each in made} == {ids[0].variant}
     assert [each.int >> 80 for each in made] == [each.int >> 80 for each in ids]  # by time, as the events
-    assert DispatchSink.job_id(UUID("ffffffff-ffff-4fff-bfff-ffffffffffff")).version == 4
+    assert DispatchSink.job_id(UUID("ffffffff-ffff-4fff-bfff-ffffffffffff"), KIND).version == 4
+
+
+async def test_an_id_that_is_given_to_events_of_two_kinds_is_two_jobs(
+    database: TestDatabase, admin: Connection, gateway: Connection
+) -> None:
+    """As where a writer gives its events the id of the order: the second is no repetition of the first."""
+    order = new_id()
+    call = "select relay.outbox_enqueue($1, '{}', p_tenant => $2, p_event_id => $3)"
+    async with open_client(database.gateway_dsn) as client:
+        sink = DispatchSink(client, {KIND: OutboxRoute("erp", "Post"), "order-cancelled": OutboxRoute("erp", "Cancel")})
+        async with outbox(database, sink) as drainer:
+            for kind in (KIND, "order-cancelled"):
+                await gateway.execute(call, kind, TENANT, order)
+                assert await drainer.drain() == DrainReport(claimed=1, delivered=1)
+    assert {row["operation"]: row["job_id"] for row in await jobs(admin)} == {
+        "Post": DispatchSink.job_id(order, KIND),
+        "Cancel": DispatchSink.job_id(order, "order-cancelled"),
+    }
 
 
 async def test_a_job_that_has_the_id_of_an_event_does_not_swallow_it(database: TestDatabase, admin: Connection) -> None:
@@ -286,7 +304,7 @@ async def test_a_client_drains_by_the_settings_alone_on_its_own_connections(
         relay = PlayedRelay(worker, TENANT, "erp")
         (job,) = await eventually(relay.work)
         assert (job.operation, job.json()) == ("Post", {"order": 7})
-        assert (await client.tenant(TENANT).wait(DispatchSink.job_id(event_id), timeout=10)).is_terminal
+        assert (await client.tenant(TENANT).wait(DispatchSink.job_id(event_id, KIND), timeout=10)).is_terminal
         assert await is_alone(admin)
     assert client.outbox.total.delivered == 1
 

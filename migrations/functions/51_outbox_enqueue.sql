@@ -2,7 +2,8 @@
 -- room: outbox
 --
 -- Enqueue. It runs in a transaction that belongs to somebody else, on a connection that does: it changes no setting, takes
--- no lock on a row of others, and waits for nobody. The event is there when that transaction commits, and never was when
+-- no lock on a row of others, and waits for nobody, unless the caller gives an event id that another open transaction of the
+-- tenant has given too: then it waits until that one ends. The event is there when that transaction commits, and never was when
 -- it rolls back; the same holds for its wake-up.
 
 -- Guarantees: the seq of the last live event of the key that can be seen; null where there is none.
@@ -18,7 +19,9 @@ begin
           order by o.seq desc, o.event_id desc limit 1);
 end $$;
 
--- Guarantees: on commit the event is stored, once, and returned is its id: p_event_id, or a new UUIDv7. It can be claimed
+-- Guarantees: on commit the event is stored, once, and returned is its id: p_event_id, or a new UUIDv7. A p_event_id must be
+--   new for ever within tenant and kind, over all databases whose events go to one dispatch database: of a second event the
+--   dispatch sink says that it is delivered, as the first one's job. Only while the first is stored is it 23505. It can be claimed
 --   after p_delay. Of two events of one tenant and key, one that was written after the other's transaction had committed
 --   (or later in the same one) is delivered only after the other was delivered or parked; nothing else is promised of order.
 --   p_tenant null = the tenant that the caller has bound (app.tenant_id). Rings unless p_notify is false, or the event is
