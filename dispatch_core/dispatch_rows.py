@@ -210,6 +210,11 @@ def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJob
         if outcome == "sweep":
             found.sweep_is_due = True
             continue
+        if outcome == "waited":
+            # Comes first. The server has counted the time left from after it.
+            found.waited_seconds = record[_REMAINING]
+            sent_at += found.waited_seconds
+            continue
         if record[_TENANT] != tenant:
             _note(found, tenant, count, highest)
             tenant, count, highest = record[_TENANT], 0, 0
@@ -230,7 +235,7 @@ def claimed(records: Sequence[Any], relay_id: str, sent_at: float) -> ClaimedJob
                 continue
             right = headers
         body = record[_BODY]
-        # The deadline is counted from before the call was sent: never later than the true one.
+        # The deadline is counted from before the call was sent, and its wait: never later than the true one.
         deadline = sent_at + record[_REMAINING]
         if body is None:
             pending = record[_BODY_BYTES] > 0

@@ -224,7 +224,7 @@ class ClaimedJobs:
 
     `looked_at` counts the rows it took or ended: below the limit, there was no more above the cursors. `next_due` is
     the number of seconds until the earliest delayed job of each tenant that has one. `sweep_is_due`: where the claim
-    asked for it, `run_sweeps` has something to do.
+    asked for it, `run_sweeps` has something to do. `waited_seconds`: how long it waited for its turn before it looked.
     """
 
     jobs: list[DispatchJob] = field(default_factory=list)
@@ -236,6 +236,7 @@ class ClaimedJobs:
     counts: dict[str, int] = field(default_factory=dict)
     cursors: dict[str, int] = field(default_factory=dict)
     sweep_is_due: bool = False
+    waited_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -259,7 +259,8 @@ class Claimer:
             if self._told:
                 self._allowed(turn.tenants)
             self._note(turn, claimed, now)
-            self._deliver(claimed, now)
+            # The leases have begun when the wait for a turn was over.
+            self._deliver(claimed, now + claimed.waited_seconds)
 
     def _note(self, turn: Turn, claimed: ClaimedJobs, sent_at: float) -> None:
         metrics = self._metrics

@@ -201,7 +201,8 @@ class Turns:
         """Learn from an answer who has a backlog, and who is to be asked for again."""
         self._under_way.remove(turn)
         self._alone.difference_update(turn.tenants)
-        seconds = (now - sent_at) / len(turn.tenants)
+        # Who waited for his turn knows nothing of how long it takes to look.
+        seconds = max(now - sent_at - claimed.waited_seconds, 0.0) / len(turn.tenants)
         more, unseen = what_is_left(claimed, turn.tenants, turn.limit)
         for tenant, position in zip(turn.tenants, turn.positions, strict=True):
             cursor = self.cursors[tenant]

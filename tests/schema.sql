@@ -61,7 +61,7 @@ CREATE FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by t
     AS $$ … $$;
 ALTER FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by text, p_claim_id uuid, p_body_limit bigint, p_batch_limit bigint) OWNER TO relay_api;
 
-CREATE FUNCTION relay.claim_turn(p_tenant text, p_relay text) RETURNS void
+CREATE FUNCTION relay.claim_turn(p_tenant text, p_relay text) RETURNS interval
     LANGUAGE plpgsql
     SET lock_timeout TO '800ms'
     AS $$ … $$;

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 
+from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.models import ClaimedJobs
 from tests.support.activity import pid_of, wait_until_blocked
 from tests.support.databases import TestDatabase
-from tests.support.protocol import TENANT, Connection, claim, connected, enqueue
+from tests.support.protocol import ME, QUEUE, RELAY, TENANT, Connection, claim, connected, enqueue
 
 LARGE = 64
 HELD = "select count(*) from pg_locks where locktype = 'advisory' and granted"
@@ -31,20 +34,34 @@ async def four_turns_taken(database: TestDatabase) -> AsyncIterator[list[Connect
 async def test_a_fifth_large_claim_waits_for_the_end_of_one_of_four(
     database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
 ) -> None:
-    found = []
+    """And it tells how long it has waited: by so much it began to look, and to count the time left, later."""
+    repository = RelayDispatchRepository(worker, TENANT)
+    found: list[ClaimedJobs] = []
 
     async def fifth() -> None:
-        found.extend(await claim(worker, LARGE))
+        found.append(await repository.claim(RELAY, claimed_by=ME, limit=LARGE))
 
     async with four_turns_taken(database) as others:
         assert await admin.fetchval(HELD) == 4
         await enqueue(gateway, LARGE)
         async with anyio.create_task_group() as group:
+            began = time.monotonic()
             group.start_soon(fifth)
             (blocker,) = await wait_until_blocked(admin, pid_of(worker))
             [first] = [other for other in others if pid_of(other) == blocker]
             await first.execute("rollback")
-    assert len(found) == LARGE
+        took = time.monotonic() - began
+    (claimed,) = found
+    assert len(claimed.jobs) == LARGE
+    assert 0 < claimed.waited_seconds <= took
+    rows = await admin.fetch(
+        f"select job_id, extract(epoch from expires_at - claimed_at)::float8 from {QUEUE} where state = 'claimed'"
+    )
+    left_at_the_claim = {job_id: left for job_id, left in rows}
+    claimed_at = [job.local_deadline - left_at_the_claim[job.job_id] for job in claimed.jobs]
+    assert began + claimed.waited_seconds <= min(claimed_at) + 0.000_1
+    assert max(claimed_at) <= began + took + 0.000_1
+    assert (await repository.claim(RELAY, claimed_by=ME, limit=LARGE)).waited_seconds == 0
 
 
 async def test_a_turn_that_does_not_come_is_not_waited_for_and_no_error(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dispatch_core.models import ClaimedJobs
 from relay_sdk.turns import Turn, Turns, what_is_left
 
@@ -245,3 +247,12 @@ def test_who_is_asked_alone_does_not_wait_behind_an_endless_backlog() -> None:
     assert turns.take_beside(100, MANY, 0.3) is None
     turns.answered(claim, answer(big=100), 0.1, 0.4)
     assert taken(turns.take(100, 0.4)) == (["a"], 100)
+
+
+def test_the_wait_for_a_turn_is_not_taken_for_a_slow_look_and_puts_off_no_claim_from_zero() -> None:
+    turns = Turns(["a"])
+    turns.ring("a", "notify")
+    claim = turns.take(100, 10.0)
+    assert claim is not None
+    turns.answered(claim, ClaimedJobs(waited_seconds=0.8), 10.0, 10.9)
+    assert turns.cursors["a"].zero_allowed_at == pytest.approx(10.9 + 0.1 * 19)

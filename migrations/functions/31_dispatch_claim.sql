@@ -39,29 +39,32 @@ begin
 end $$;
 
 -- Guarantees: returns once fewer than four others are about to claim many of these jobs, or after 0.8 s in any case; so it orders
---   nothing and protects nothing. The turn ends with the transaction. It is for the pace alone: a claim steps over each row
+--   nothing and protects nothing. Returns the time that it waited (0.8 s at most, whatever the clock does), null where it did not. The turn ends with the transaction. It is for the pace alone: a claim steps over each row
 --   that another has locked, so of 64 claims of 500 at once each steps over 30,000 rows to get at its own.
 -- Locks: one of four advisory locks of the pair, whose numbers are digests of the two names. Who waits may hold other rows, and
 --   who has a turn waits for nobody in a claim: only transactions that claim several times can wait for each other, for 0.8 s.
 -- Internal, as those of 25_dispatch_rows.sql are.
-create or replace function relay.claim_turn(p_tenant text, p_relay text) returns void
+create or replace function relay.claim_turn(p_tenant text, p_relay text) returns interval
 language plpgsql
 set lock_timeout = '800ms'
 as $$
 declare
-  v_name text := 'relay.claim:' || octet_length(p_tenant) || ':' || p_tenant || ':' || p_relay;
+  v_name  text := 'relay.claim:' || octet_length(p_tenant) || ':' || p_tenant || ':' || p_relay;
+  v_began timestamptz;
 begin
   for v_slot in 0..3 loop
     if pg_try_advisory_xact_lock(hashtextextended(v_name, v_slot)) then
-      return;
+      return null;
     end if;
   end loop;
+  v_began := clock_timestamp();
   begin
     -- In line behind those who wait already: whoever tries again and again may never get one.
     perform pg_advisory_xact_lock(hashtextextended(v_name, pg_backend_pid() % 4));
   exception when lock_not_available then
-    return;
+    null;
   end;
+  return least(greatest(clock_timestamp() - v_began, interval '0'), interval '0.8 s');
 end $$;
 
 -- Guarantees: claims for p_claimed_by (the id of a relay *instance*, new at every start) the ready jobs of the relay with the
@@ -72,6 +75,8 @@ end $$;
 --   Of the rows looked at, those past their deadline are ended in the same call and come back first, outcome 'expired'; so
 --   a call that returns fewer than p_limit rows has seen all there was above its cursors. A row with outcome 'delayed'
 --   and no job id tells in `remaining` how long until the tenant's next delayed job is due.
+--   A first row with outcome 'waited' tells in `remaining` how long the call waited for its turn, where it did: neither its search
+--   nor anybody's time left has begun before that.
 --   The body is null where it is longer than p_body_limit, or the bodies of the tenant before it fill p_batch_limit: then
 --   relay.fetch_body.
 --   p_sweep, how often the relay's sweeps are to be: a last row with outcome 'sweep', and nothing else in it, tells that one
@@ -137,7 +142,11 @@ begin
       -- For the first tenant only, since nobody is to wait for a turn while he has one. A small claim has little to step over,
       -- and would wait for the flushes of others.
       if v_turn = 0 and v_quota >= 64 then
-        perform relay.claim_turn(v_tenant, p_relay);
+        v_wait := relay.claim_turn(v_tenant, p_relay);
+        if v_wait is not null then
+          outcome := 'waited'; tenant_id := v_tenant; remaining := v_wait;
+          return next;
+        end if;
       end if;
       v_now := clock_timestamp();
       -- One probe, because as a rule no delayed job is due, and a call costs several times as much.
