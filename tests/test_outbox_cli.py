@@ -580,6 +580,34 @@ async def test_drain_by_a_drainer_of_the_users_own_counts_honestly_and_ends_with
     assert (await outbox("drain", "--app", f"{app[2].split(':')[0]}:works", *app[3:])).code == 2
 
 
+WEBHOOKS = """
+import httpx, httpx2
+from gateway_sdk import OutboxDrainer, WebhookSink
+
+drainer = OutboxDrainer()
+for library in (httpx, httpx2):
+    def answer(_, library=library):
+        return library.Response(500, stream=library.ByteStream(b""))
+
+    client = library.AsyncClient(transport=library.MockTransport(answer))
+    url = "https://example.com/path-s3cret?token=query-s3cret"
+    drainer.add_sink(library.__name__, WebhookSink(url, secret="whsec_" + "QUFB" * 8, client=client))
+"""
+
+
+async def test_drain_that_tells_why_tells_no_url_of_a_webhook(
+    database: TestDatabase, gateway: Connection, tmp_path: Path
+) -> None:
+    (tmp_path / "webhooks_drainer.py").write_text(WEBHOOKS)
+    for kind in ("httpx", "httpx2"):
+        await write(gateway, "x", kind=kind)
+    target = ("--app", "webhooks_drainer:drainer", "--app-dir", str(tmp_path))
+    ended = await spawn_cli("outbox", "drain", *target, "-v", env={"OUTBOX_DSN": database.gateway_dsn})
+    assert ended.code == 1
+    assert ended.err.count("example.com answered 500") == 2
+    assert "s3cret" not in ended.err
+
+
 @pytest.mark.usefixtures("_drains")
 async def test_drain_gives_a_drainer_without_sinks_the_routes_of_the_environment(
     database: TestDatabase, admin: Connection, gateway: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,9 @@ def drain(
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, stream=sys.stderr, format="%(levelname)s: %(message)s"
     )
+    # They tell the whole URL of each request, and that of a webhook is a secret often.
+    for library in ("httpx", "httpx2", "httpcore", "httpcore2"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     if app is not None and (route or tenant or dsn or dispatch_dsn):
         raise typer.BadParameter("with --app the drainer itself says its database, tenants and sinks")
     if app is not None:
