@@ -51,7 +51,10 @@ class Groups:
 
     def __init__(self) -> None:
         self._cursors: dict[Group, ClaimCursor] = {}
-        """In the order of their turns."""
+        """In the order in which they come into a claim, where not all do."""
+        self._led: dict[Group, int] = {}
+        """The claim that each group was the first of, or was found after: counted."""
+        self._picks = 0
         self._search_at = 0.0
         self._look_at = 0.0
         self._later_at: float | None = None
@@ -69,7 +72,7 @@ class Groups:
     def found(self, work: DueWork, looked: bool, seconds: float, now: float) -> None:
         """Note what a search found, which took so many seconds."""
         for group in work.due:
-            self._cursors.setdefault(group, ClaimCursor(_TRAIL_SECONDS))
+            self._known(group)
         self.start = work.start
         self._later_at = None if work.later is None else now + work.later.total_seconds()
         self._search_at = now + max(_SEARCH_SECONDS, seconds * _PAUSE)
@@ -85,16 +88,18 @@ class Groups:
     def pick(self, limit: int, now: float, lane_of: LaneOf | None = None) -> Pick:
         """Return the groups whose turn it is, for a claim of `limit` events: so few that each gets several.
 
-        With `lane_of` they are of one lane, and none of a kind whose lane is None.
+        With `lane_of` they are of one lane, and none of a kind whose lane is None. The first of a claim gets what the
+        others leave, may take a suspect event, and is all there is room for where `limit` is 1: so each leads in turn.
         """
         most = max(16, limit // 16)
         groups = list(self._cursors)[:most] if lane_of is None else self._of_one_lane(lane_of, most)
-        positions: list[int] = []
         for group in groups:
-            cursor = self._cursors.pop(group)
-            self._cursors[group] = cursor
-            positions.append(cursor.position(now))
-        return Pick(groups, positions)
+            self._cursors[group] = self._cursors.pop(group)
+        groups.sort(key=self._led.__getitem__)
+        if groups:
+            self._picks += 1
+            self._led[groups[0]] = self._picks
+        return Pick(groups, [self._cursors[group].position(now) for group in groups])
 
     def _of_one_lane(self, lane_of: LaneOf, most: int) -> list[Group]:
         groups: list[Group] = []
@@ -124,7 +129,7 @@ class Groups:
                 now,
             )
             if not full and not cursor.owed:
-                del self._cursors[group]
+                del self._cursors[group], self._led[group]
 
     def unclaimed(self, pick: Pick) -> None:
         """Note that a claim failed."""
@@ -136,7 +141,15 @@ class Groups:
     def opened(self, groups: Iterable[Group]) -> None:
         """Note that something can be claimed in these groups, below the cursor where there is one."""
         for group in groups:
-            self._cursors.setdefault(group, ClaimCursor(_TRAIL_SECONDS)).owed = True
+            self._known(group).owed = True
+
+    def _known(self, group: Group) -> ClaimCursor:
+        """Return the cursor of a group; one that is new comes behind all others."""
+        cursor = self._cursors.get(group)
+        if cursor is None:
+            cursor = self._cursors[group] = ClaimCursor(_TRAIL_SECONDS)
+            self._led[group] = self._picks
+        return cursor
 
     def forget(self) -> None:
         """Search again before the next claim."""

@@ -250,7 +250,8 @@ end $$;
 
 -- Guarantees: claims for p_claimed_by (an id that is new for every claim) at most p_limit ready events that are due and that
 --   nobody has locked, over the groups (p_tenants[i], p_kinds[i]); every later write must name event id, fence and claimed_by.
---   Groups take turns, first an equal share each, then what is left; within a group in the order of available_at, seq.
+--   Groups take turns, first an equal share each of p_limit and p_max_bytes, then what is left; within a group in the order
+--   of available_at, seq. Whoever calls must begin with another group each time: the first may fill the claim.
 --   At most one event of a key is claimed at a time (50_outbox_rows.sql). A suspect event is claimed alone.
 --   p_after[i] is a cursor: events of group i with available_at <= it are not looked at. null = from the beginning.
 --   The payloads fill about p_max_bytes at most, but for the first.
@@ -287,6 +288,7 @@ declare
   v_turn    bigint := 0;
   v_i       bigint;
   v_quota   bigint;
+  v_room    bigint;
   v_before  text;
   v_tenant  text;
   v_kind    text;
@@ -325,9 +327,10 @@ begin
               and o.available_at <= v_now
             order by o.available_at, o.seq, o.event_id limit v_quota for update skip locked) l;
       v_more[v_i] := v_got = v_quota;
-      if v_special or v_size > v_bytes then
+      v_room := case when v_turn < v_groups then least(p_max_bytes / v_groups, v_bytes) else v_bytes end;
+      if v_special or v_size > v_room then
         select c.* into v_choice
-        from relay.outbox_choose(v_tenant, v_now, v_rows, v_oldest, v_bytes, v_first) c;
+        from relay.outbox_choose(v_tenant, v_now, v_rows, v_oldest, v_room, v_first) c;
         v_rows := v_choice.take;
         v_size := v_choice.size;
         v_alone := v_choice.alone;
