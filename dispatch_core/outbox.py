@@ -27,7 +27,7 @@ from dispatch_core.database import Database
 from dispatch_core.errors import ConfigurationError, ConnectionLostError, DatabaseError, RelayDispatchError
 from dispatch_core.ids import new_instance_id
 from dispatch_core.migrate import check_schema
-from dispatch_core.outbox_delivery import Delivery
+from dispatch_core.outbox_delivery import Delivery, check_sink
 from dispatch_core.outbox_groups import Groups, LaneOf
 from dispatch_core.outbox_models import (
     Batch,
@@ -84,8 +84,12 @@ class Outbox:
         """Drain events of `tenants` (None: all that the login may drain) into the sink of their kind.
 
         Without `default_sink` events of other kinds than those of `sinks` are left for other drainers.
+
+        Raises: ConfigurationError where a sink is not async or refuses the settings.
         """
         self.settings = settings or OutboxSettings()
+        for sink in [*(sinks or {}).values(), *([] if default_sink is None else [default_sink])]:
+            check_sink(sink, self.settings)
         self._database = (
             database
             if isinstance(database, Database)

@@ -20,6 +20,8 @@ as if it had been returned or raised for that event alone.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
 import math
 import random
@@ -34,9 +36,11 @@ from anyio.abc import TaskGroup
 
 from dispatch_core import codec
 from dispatch_core.backoff import full_jitter
+from dispatch_core.errors import ConfigurationError
 from dispatch_core.outbox_models import ClaimedEvent, OutboxEvent, OutboxPark, OutboxRetry, Sink, Verdict, delay_seconds
+from dispatch_core.settings import OutboxSettings
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "check_sink"]
 
 _MAX_REASON_BYTES: Final = 2000
 _MAX_DELAY_SECONDS: Final = 86400.0
@@ -45,6 +49,28 @@ _RELEASED: Final = Verdict("release")
 _DELIVERED: Final = Verdict("delivered")
 
 logger = logging.getLogger("relay_dispatch.outbox")
+
+
+def check_sink(sink: object, settings: OutboxSettings) -> None:
+    """Refuse what no event can be delivered to, and settings that the sink refuses. Raises: ConfigurationError."""
+    if not callable(sink):
+        raise ConfigurationError(f"a sink must be an async callable, not {type(sink).__name__}")
+    # Found out at the first event, it would have done its work by then, and would do it at each attempt.
+    if not _is_async(sink) or (hasattr(sink, "deliver_many") and not _is_async(sink.deliver_many)):
+        raise ConfigurationError(
+            f"a sink must be an async function, or an object whose __call__ is one, and {sink!r} is not: async def it"
+        )
+    check = getattr(sink, "check_settings", None)
+    if check is not None:
+        check(settings)
+
+
+def _is_async(function: Any) -> bool:
+    """Tell whether a callable is an async function, also below partial() and decorators that name what they wrap."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 class Delivery:

@@ -28,6 +28,7 @@ from dispatch_core.database import Database
 from dispatch_core.errors import ConfigurationError, DatabaseError
 from dispatch_core.listener import Listener
 from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxSettings, Sink
+from dispatch_core.outbox_delivery import check_sink
 from dispatch_core.settings import CoreSettings
 from gateway_sdk.outbox_loop import DrainLoop, added
 from gateway_sdk.outbox_wakes import OutboxWakes
@@ -95,26 +96,22 @@ class OutboxDrainer:
     def add_sink(self, kind: str, sink: Sink) -> None:
         """Have events of a kind delivered to `sink`, from the next claim on.
 
-        Raises: ConfigurationError where the kind has a sink already.
+        Raises: ConfigurationError where the kind has a sink already, or the sink is not async or refuses the settings.
         """
         if kind in self.sinks:
             raise ConfigurationError(f"events of kind {kind} have a sink already")
-        self._check(sink)
+        check_sink(sink, self.settings)
         self.sinks[kind] = sink
 
     def set_default_sink(self, sink: Sink) -> None:
-        """Have events of every other kind delivered to `sink`, from the next claim on."""
-        self._check(sink)
+        """Have events of every other kind delivered to `sink`, from the next claim on.
+
+        Raises: ConfigurationError where it is not async or refuses the settings.
+        """
+        check_sink(sink, self.settings)
         self.default_sink = sink
         if self._outbox is not None:
             self._outbox.default_sink = sink
-
-    def _check(self, sink: Sink) -> None:
-        if not callable(sink):
-            raise ConfigurationError(f"a sink must be an async callable, not {type(sink).__name__}")
-        check = getattr(sink, "check_settings", None)
-        if check is not None:
-            check(self.settings)
 
     # --- draining -------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from functools import partial, wraps
 from typing import Any
 
 import anyio
@@ -480,6 +481,42 @@ def test_a_kind_has_one_sink_and_a_sink_can_be_called() -> None:
         drainer.sink(KIND)(Recorder())
     with pytest.raises(ConfigurationError, match="async callable, not str"):
         drainer.add_sink("other", "not a sink")  # type: ignore[arg-type]
+
+
+def _plain(_: OutboxEvent) -> None: ...
+
+
+class _PlainCall:
+    __call__ = staticmethod(_plain)
+
+
+class _PlainMany(Recorder):
+    deliver_many = staticmethod(_plain)
+
+
+@pytest.mark.parametrize("sink", [_plain, partial(_plain), _PlainCall(), Recorder, _PlainMany(), lambda _: None])
+def test_a_sink_that_is_not_async_is_refused_before_it_is_given_anything(sink: Any) -> None:
+    """Else it would do its work at each of 25 attempts, all of which would have failed."""
+    drainer = OutboxDrainer("postgresql://u@h/d")
+    with pytest.raises(ConfigurationError, match="must be an async function"):
+        drainer.sink(KIND)(sink)
+    with pytest.raises(ConfigurationError, match="must be an async function"):
+        drainer.set_default_sink(sink)
+    with pytest.raises(ConfigurationError, match="must be an async function"):
+        Outbox("postgresql://u@h/d", sinks={KIND: sink})
+    assert (drainer.sinks, drainer.default_sink) == ({}, None)
+
+
+def test_an_async_sink_may_be_a_method_partial_or_wrapped() -> None:
+    async def sink(_: OutboxEvent, **options: Any) -> None: ...
+
+    @wraps(sink)
+    def wrapped(event: OutboxEvent) -> Any:
+        return sink(event)
+
+    for each in (sink, partial(sink, option=1), wrapped, partial(wrapped), Recorder(), Recorder().__call__):
+        OutboxDrainer("postgresql://u@h/d").add_sink(KIND, each)
+        Outbox("postgresql://u@h/d", default_sink=each)
 
 
 async def test_a_sink_that_is_added_while_it_runs_counts_from_the_next_claim_on(

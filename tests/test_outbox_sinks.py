@@ -268,6 +268,10 @@ def test_settings_by_which_a_job_could_be_forgotten_before_its_event_are_refused
     client = GatewayClient(settings=settings_for("postgresql://u@h/d", result_keep_seconds=3 * 86400))
     with pytest.raises(ConfigurationError, match="GATEWAY_RESULT_KEEP_SECONDS"):
         OutboxDrainer("postgresql://u@h/d", default_sink=DispatchSink(client, ROUTES))
+    with pytest.raises(ConfigurationError, match="GATEWAY_RESULT_KEEP_SECONDS"):
+        Outbox("postgresql://u@h/d", sinks={KIND: DispatchSink(client, ROUTES)})
+    with pytest.raises(ConfigurationError, match="GATEWAY_RESULT_KEEP_SECONDS"):
+        Outbox("postgresql://u@h/d", default_sink=DispatchSink(client, ROUTES))
     shorter = OutboxSettings(retry_horizon_seconds=86400)
     OutboxDrainer("postgresql://u@h/d", settings=shorter, default_sink=DispatchSink(client, ROUTES))
 
