@@ -200,7 +200,7 @@ class OutboxSettings(Settings):
     )
     stop_timeout_seconds: float = Field(
         default=5.0,
-        ge=0,
+        gt=0,
         le=600,
         allow_inf_nan=False,
         description="for giving a batch back when the drain is cancelled",

@@ -77,7 +77,16 @@ class DispatchSink:
         self._rows = {codec.check_name("kind", kind): _row(client.settings, route) for kind, route in routes.items()}
 
     def check_settings(self, settings: OutboxSettings) -> None:
-        """Refuse settings by which an event could outlive the memory of its job. Raises: ConfigurationError."""
+        """Refuse settings by which an event could outlive the memory of its job, or a write the time of a sink.
+
+        Raises: ConfigurationError.
+        """
+        writes = self._client.settings.write_timeout_seconds
+        if writes > settings.sink_timeout_seconds:
+            raise ConfigurationError(
+                f"jobs are written for up to {writes:g} s (GATEWAY_WRITE_TIMEOUT_SECONDS), which must not be above the"
+                f" timeout of a sink, {settings.sink_timeout_seconds:g} s (OUTBOX_SINK_TIMEOUT_SECONDS)"
+            )
         kept = self._client.settings.result_keep_seconds
         tried = settings.retry_horizon_seconds + settings.stale_claim_seconds
         if kept <= tried:

@@ -532,8 +532,12 @@ async def test_without_the_database_a_drain_says_so_and_without_the_room_it_says
             pass
 
 
-@pytest.mark.parametrize("settings", [{"sink_timeout_seconds": 100}, {"retry_horizon_seconds": 7 * 86400}])
-def test_settings_that_would_deliver_past_a_claim_or_a_key_are_refused(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"sink_timeout_seconds": 100}, {"retry_horizon_seconds": 7 * 86400}, {"stop_timeout_seconds": 0}]
+)
+def test_settings_that_would_deliver_past_a_claim_or_a_key_or_give_nothing_back_are_refused(
+    settings: dict[str, Any],
+) -> None:
     with pytest.raises(ConfigurationError):
         OutboxSettings(**settings)
 

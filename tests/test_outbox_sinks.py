@@ -276,6 +276,15 @@ def test_settings_by_which_a_job_could_be_forgotten_before_its_event_are_refused
     OutboxDrainer("postgresql://u@h/d", settings=shorter, default_sink=DispatchSink(client, ROUTES))
 
 
+def test_settings_by_which_an_outage_is_waited_out_longer_than_a_sink_may_take_are_refused() -> None:
+    """Cut off by the drain, nothing is known of what was written, and the reason would be its timeout."""
+    client = GatewayClient(settings=settings_for("postgresql://u@h/d", write_timeout_seconds=31))
+    with pytest.raises(ConfigurationError, match=r"GATEWAY_WRITE_TIMEOUT_SECONDS.*OUTBOX_SINK_TIMEOUT_SECONDS"):
+        OutboxDrainer("postgresql://u@h/d", default_sink=DispatchSink(client, ROUTES))
+    slower = OutboxSettings(sink_timeout_seconds=31)
+    OutboxDrainer("postgresql://u@h/d", settings=slower, default_sink=DispatchSink(client, ROUTES))
+
+
 async def test_through_a_client_that_is_not_open_an_event_fails(database: TestDatabase) -> None:
     client = GatewayClient(settings=settings_for(database.gateway_dsn))
     sink = DispatchSink(client, ROUTES)
