@@ -86,7 +86,12 @@ class GatewaySettings(Settings):
         default=30.0, gt=0, le=DAY, allow_inf_nan=False, description="the longest lease of a relay, for the sweep"
     )
     result_keep_seconds: float = Field(
-        default=7 * DAY, gt=0, le=10_000 * DAY, allow_inf_nan=False, description="how long a result is kept"
+        default=7 * DAY,
+        gt=0,
+        le=10_000 * DAY,
+        allow_inf_nan=False,
+        description="how long a result is kept; of all gateways of a database the smallest counts, and an outbox that"
+        " drains into that database must give its events up sooner",
     )
     close_timeout_seconds: float = Field(
         default=5.0, gt=0, le=3600, allow_inf_nan=False, description="for sending what waits, when the client closes"
