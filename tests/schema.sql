@@ -967,6 +967,8 @@ CREATE INDEX outbox_parked ON relay.outbox USING btree (tenant_id, parked_at) WH
 
 CREATE INDEX outbox_ready ON relay.outbox USING btree (tenant_id, kind, available_at, seq, event_id) WHERE (state = 'ready'::text);
 
+CREATE INDEX outbox_turn ON relay.outbox USING btree (tenant_id, key, seq, event_id) WHERE ((state = ANY (ARRAY['ready'::text, 'claimed'::text])) AND (key IS NOT NULL));
+
 CREATE INDEX outbox_waiting ON relay.outbox USING btree (tenant_id, key) WHERE (state = 'waiting'::text);
 
 CREATE INDEX s2r_relay_dispatch_key_job ON relay.s2r_relay_dispatch_key USING btree (tenant_id, job_id, created_at) WHERE (created_at > '-infinity'::timestamp with time zone);

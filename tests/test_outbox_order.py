@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from dispatch_core.outbox_groups import Groups
-from dispatch_core.outbox_models import DueWork, Verdict
+from dispatch_core.outbox_models import ClaimedEvent, DueWork, Verdict
 from dispatch_core.outbox_repository import OutboxRepository
 from tests.support.activity import pid_of, wait_until_blocked
 from tests.support.databases import TestDatabase
@@ -94,6 +94,104 @@ async def test_two_writers_that_do_not_see_each_other_make_two_ready_events_and_
     await tell(gateway, [first])
     (second,) = await take(gateway)
     assert second.payload_text == '"late, commits early"'
+
+
+async def _claimed_before_the_first(database: TestDatabase, gateway: Connection) -> ClaimedEvent:
+    """Have "second" claimed, and "first", which is before it, committed then."""
+    async with connected(database.gateway_dsn) as other:
+        await other.execute("begin")
+        await _write(other, "first")
+        await _write(gateway, "second")
+        (second,) = await take(gateway, by="d/1")
+        assert second.payload_text == '"second"'
+        await other.execute("commit")
+    return second
+
+
+@pytest.mark.invariant("O3")
+@pytest.mark.parametrize("outcome", ["delivered", "failed", "release", "park", "stale", "unclaimed"])
+async def test_one_that_comes_before_one_on_its_way_waits_until_that_has_ended(
+    database: TestDatabase, gateway: Connection, admin: Connection, outcome: str
+) -> None:
+    second = await _claimed_before_the_first(database, gateway)
+    claimed = await take_all(gateway, [(TENANT, KIND)])
+    assert (claimed.events, claimed.more) == ([], set())
+    assert await states(admin) == {"first": "waiting", "second": "claimed"}
+    if outcome == "stale":
+        await make_stale(admin)
+        assert (await OutboxRepository(gateway).due(look=0)).reclaimed == 1
+    elif outcome == "unclaimed":
+        assert await OutboxRepository(gateway).unclaim([TENANT], "d/1") == 1
+    else:
+        assert (await tell(gateway, [second], outcome, error="no", by="d/1"))[0][0] == "applied"
+    (first,) = await take(gateway)
+    assert first.payload_text == '"first"'
+    await tell(gateway, [first])
+    assert len(await take(gateway)) == (1 if outcome in ("failed", "release", "stale", "unclaimed") else 0)
+
+
+@pytest.mark.invariant("O3")
+async def test_a_parked_leader_that_a_person_has_retried_waits_for_its_follower_on_its_way(
+    gateway: Connection, admin: Connection
+) -> None:
+    await write(gateway, "1", "2", "3", key="k")
+    (first,) = await take(gateway)
+    await tell(gateway, [first], "park", error="no")
+    (second,) = await take(gateway, by="d/2")
+    assert await OutboxRepository(gateway).retry(TENANT, [first.event_id]) == {first.event_id}
+    assert await take(gateway) == []
+    assert await states(admin) == {"1": "waiting", "2": "claimed", "3": "waiting"}
+    await tell(gateway, [second], by="d/2")
+    for expected in ("1", "3"):
+        (event,) = await take(gateway)
+        assert event.payload_text == f'"{expected}"'
+        await tell(gateway, [event])
+
+
+@pytest.mark.invariant("O3")
+async def test_one_that_comes_behind_two_of_which_the_second_is_on_its_way_waits_too(
+    database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    """The first waits for the second already: to leave the third ready would have every claim look at it again."""
+    async with connected(database.gateway_dsn) as third:
+        await third.execute("begin")
+        await _write(third, "third")
+        second = await _claimed_before_the_first(database, gateway)
+        await admin.execute(f"update {OUTBOX} set seq = seq - 1000000000")
+        assert await take(gateway) == []
+        await third.execute("commit")
+    claimed = await take_all(gateway, [(TENANT, KIND)])
+    assert (claimed.events, claimed.more) == ([], set())
+    assert await states(admin) == {"first": "waiting", "second": "claimed", "third": "waiting"}
+    await tell(gateway, [second], by="d/1")
+    assert [event.payload_text for event in await take(gateway)] == ['"first"']
+
+
+@pytest.mark.invariant("O3")
+@pytest.mark.kind("lock order")
+@pytest.mark.parametrize("begins", ["second", "first"])
+async def test_of_two_claims_at_once_one_alone_takes_an_event_of_a_key(
+    database: TestDatabase, gateway: Connection, admin: Connection, begins: str
+) -> None:
+    """One claim is not committed when the other looks: what it takes is to be seen by its locks alone."""
+    async with connected(database.gateway_dsn) as one, connected(database.gateway_dsn) as late:
+        await late.execute("begin")
+        await _write(late, "first")
+        await _write(gateway, "second")
+        if begins == "first":
+            await late.execute("commit")
+        await one.execute("begin")
+        (event,) = await take(one, 1, by="d/1")
+        assert event.payload_text == f'"{begins}"'
+        if begins == "second":
+            await late.execute("commit")
+        claimed = await take_all(gateway, [(TENANT, KIND)])
+        assert claimed.events == []
+        await one.execute("commit")
+    assert await take(gateway) == []
+    assert sorted((await states(admin)).values()) == ["claimed", "waiting"]
+    await tell(gateway, [event], by="d/1")
+    assert len(await take(gateway)) == 1
 
 
 async def test_a_turn_that_was_lost_to_a_writer_who_committed_beside_the_settling_is_found(

@@ -76,6 +76,7 @@ _CONDITIONS = {
     "outbox_waiting": ("tenant_id",),
     "outbox_parked": ("tenant_id",),
     "outbox_key": ("tenant_id", "key"),
+    "outbox_turn": ("tenant_id", "key"),
 }
 
 
@@ -147,7 +148,8 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             assert {item.outcome for item in settled} == {"stale"}
 
             keyed = await run(
-                verbs.claim([(TENANT, "keyed")], claimed_by=ME, limit=BATCH), {"outbox_ready", "outbox_key", None}
+                verbs.claim([(TENANT, "keyed")], claimed_by=ME, limit=BATCH),
+                {"outbox_ready", "outbox_key", "outbox_turn", None},
             )
             assert len(keyed.events) == BATCH
             told = [(event, Verdict("delivered")) for event in keyed.events]

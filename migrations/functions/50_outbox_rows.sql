@@ -17,8 +17,11 @@
 --
 -- Order within a key. Live are the events of a key that are not parked; the first of them by (seq, event_id) is the one
 -- whose turn it is. An event is stored as waiting where its writer sees a live one of its key, else as ready. A claim takes
--- an event of a key only where it is the first, and turns the others into waiting. Whatever ends an event, by delivery or
--- by parking, makes the first of the key ready where that was waiting.
+-- an event of a key only where it is the first, and turns the others into waiting. Whatever ends a claim, or an event by
+-- parking, makes the first of the key ready where that was waiting.
+--   The first may come when another is claimed already: its transaction committed later, or a person has retried it. It is
+-- turned into waiting then. That other may also be under way to be claimed: so whoever takes the first has each other ready
+-- one locked, or leaves it.
 --   A claim that turns an event into waiting has the one before it locked (FOR KEY SHARE): whoever ends that one waits, and
 -- then sees the waiting one. A writer locks nothing of others, so its transaction may commit a waiting event just after
 -- the one before it has ended: that lost turn is found by relay.outbox_due, which looks through the keys that wait.

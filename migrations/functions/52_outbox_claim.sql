@@ -78,8 +78,8 @@ begin
           where o.tenant_id = v_tenant and o.state = 'claimed' and o.claimed_at < v_until
           order by o.claimed_at limit 1000 for update skip locked) l;
     if v_count > 0 then
-      select count(*) filter (where b.state = 'parked'),
-             array_agg(b.key) filter (where b.state = 'parked' and b.key is not null)
+      -- Also of those that are ready again: one before them may have been made to wait for them.
+      select count(*) filter (where b.state = 'parked'), array_agg(b.key) filter (where b.key is not null)
       into v_parked, v_keys
       from relay.outbox_back(
         v_tenant, v_now, array(select generate_series(1, v_count)), v_rows, array_fill('failed'::text, array[v_count::int]),
@@ -154,10 +154,12 @@ end $$;
 
 -- Guarantees: of the events that the caller has locked, ready ones of one tenant in the order of a claim, says which to take now:
 --   those first claimed before p_oldest are parked here; one that is suspect is taken alone, as the first of a claim, or not
---   at all; one of a key is taken only where it is the first of its key, and waits from here on where it is not (unless the
---   one before it is locked: then it is left for the next claim); and no more than p_bytes, but one at least while p_first.
+--   at all; one of a key is taken only where it is the first of its key and none of the key is claimed, and waits from here
+--   on where it is not so (unless the one that it would wait for is locked: then it is left for the next claim); and no more
+--   than p_bytes, but one at least while p_first.
 --   take = the rows, in order; whole = nothing was left out but what waits or is parked; alone = the claim is over.
--- Locks: FOR KEY SHARE SKIP LOCKED on the events that others wait for. It never waits.
+-- Locks: FOR KEY SHARE SKIP LOCKED on the events that others wait for, and on those that another claim could take beside the
+--   first of their key. It never waits.
 create or replace function relay.outbox_choose(
   p_tenant text, p_at timestamptz, p_rows tid[], p_oldest timestamptz, p_bytes bigint, p_first boolean)
 returns table (take tid[], size bigint, parked uuid[], whole boolean, alone boolean)
@@ -173,9 +175,12 @@ declare
   v_lates   boolean[];
   v_late    bigint[];
   v_keys    text[];
+  -- By place: the one before it; and those of its key that are claimed, or may be.
   v_befores uuid[] := array_fill(null::uuid, array[cardinality(p_rows)]);
+  v_beside  jsonb := '{}';
+  v_others  uuid[] := '{}';
   v_held    jsonb := '{}';
-  v_blocked boolean := false;
+  v_states  text[];
   v_hold    tid[];
   v_before  record;
 begin
@@ -201,20 +206,34 @@ begin
   end if;
 
   for v_before in
-    select c.n, f.event_id, f.state
+    select c.n, f.event_id, f.event_id = c.event_id as is_first, b.ids
     from unnest(v_ids, v_all, v_lates) with ordinality as c (event_id, key, late, n)
     cross join lateral (
       select o.event_id, o.state from relay.outbox o
       where o.tenant_id = p_tenant and o.key = c.key and o.parked_at is null order by o.seq, o.event_id limit 1) f
-    where not c.late and f.event_id <> c.event_id
+    -- A writer whose transaction was long commits an event before one that is on its way already; so does a person's retry.
+    cross join lateral (
+      select array_agg(t.event_id) as ids
+      from (select o.event_id from relay.outbox o
+            where o.tenant_id = p_tenant and o.key = c.key and o.state in ('ready', 'claimed')
+              and (f.event_id = c.event_id or f.state = 'waiting')
+            order by o.seq, o.event_id) t
+      where t.event_id <> c.event_id) b
+    where not c.late and (f.event_id <> c.event_id or b.ids is not null)
   loop
-    v_befores[v_before.n] := v_before.event_id;
-    v_blocked := true;
+    if not v_before.is_first then
+      v_befores[v_before.n] := v_before.event_id;
+      v_others := v_others || v_before.event_id;
+    end if;
+    if v_before.ids is not null then
+      v_beside := v_beside || jsonb_build_object(v_before.n, v_before.ids);
+      v_others := v_others || v_before.ids;
+    end if;
   end loop;
-  if v_blocked then
-    -- Whoever ends one of these must wait from now on, and will then see who waits for it.
-    select coalesce(jsonb_object_agg(i.event_id, null) filter (where l.state in ('ready', 'claimed')), '{}') into v_held
-    from (select distinct u.event_id from unnest(v_befores) as u (event_id) where u.event_id is not null) i
+  if v_others <> '{}' then
+    -- Whoever ends one of these must wait from now on, and will then see who waits for it; whoever would claim one skips it.
+    select coalesce(jsonb_object_agg(i.event_id, l.state), '{}') into v_held
+    from (select distinct u.event_id from unnest(v_others) as u (event_id)) i
     cross join lateral (
       select o.state from relay.outbox o
       where o.tenant_id = p_tenant and o.event_id = i.event_id limit 1 for key share skip locked) l;
@@ -222,12 +241,15 @@ begin
 
   for v_n in 1..cardinality(p_rows) loop
     continue when v_lates[v_n];
-    if v_befores[v_n] is not null then
-      if v_held ? v_befores[v_n]::text then
-        v_hold := v_hold || p_rows[v_n];
-      else
-        whole := false;
-      end if;
+    v_states := null;
+    if v_beside ? v_n::text then
+      select array_agg(coalesce(v_held ->> b.id, 'locked')) into v_states
+      from jsonb_array_elements_text(v_beside -> v_n::text) as b (id);
+    end if;
+    if v_held ->> v_befores[v_n]::text in ('ready', 'claimed') or 'claimed' = any (v_states) then
+      v_hold := v_hold || p_rows[v_n];
+    elsif v_befores[v_n] is not null or 'locked' = any (v_states) then
+      whole := false;
     elsif v_suspect[v_n] then
       if p_first and take = '{}' then
         take := array[p_rows[v_n]]; size := v_sizes[v_n]; alone := true; whole := false;
@@ -393,6 +415,7 @@ declare
   v_count  bigint;
   v_all    bigint := 0;
   v_rows   tid[];
+  v_keys   text[];
 begin
   foreach v_name in array p_tenants loop
     v_before := relay.bind_tenant(v_name, null, '{gateway}');
@@ -403,9 +426,13 @@ begin
           where o.tenant_id = v_tenant and o.state = 'claimed' and o.claimed_by = p_claimed_by
           order by o.claimed_at offset 0 for update skip locked) l;
     if v_count > 0 then
-      perform 1 from relay.outbox_back(
+      select array_agg(b.key) filter (where b.key is not null) into v_keys
+      from relay.outbox_back(
         v_tenant, clock_timestamp(), array(select generate_series(1, v_count)), v_rows,
-        array_fill('release'::text, array[v_count::int]), null, null, 1, false);
+        array_fill('release'::text, array[v_count::int]), null, null, 1, false) b;
+      if v_keys is not null then
+        perform 1 from relay.outbox_promote(v_tenant, v_keys);
+      end if;
       v_all := v_all + v_count;
     end if;
     v_before := relay.set_tenant(v_before);

@@ -130,8 +130,9 @@ begin
       return query select 'applied', 'gone', v_done, null, null;
     end if;
     if v_back is not null then
-      -- The clock after the locks.
-      select array_agg(b.n), array_agg(b.state), array_agg(b.key) filter (where b.state = 'parked' and b.key is not null)
+      -- The clock after the locks. The keys also of those that are ready again: one before them may have been made to wait
+      -- for them.
+      select array_agg(b.n), array_agg(b.state), array_agg(b.key) filter (where b.key is not null)
       into v_back, v_states, v_more
       from relay.outbox_back(
         v_tenant, clock_timestamp(), v_back, v_back_rows,

@@ -61,8 +61,11 @@ alter table relay.outbox alter column payload set storage external;
 
 create index outbox_ready on relay.outbox (tenant_id, kind, available_at, seq, event_id) where state = 'ready';
 create index outbox_claimed on relay.outbox (tenant_id, claimed_at) where state = 'claimed';
--- The first of it is the one event of a key that may be on its way.
+-- The first of it is the one event of a key whose turn it is.
 create index outbox_key on relay.outbox (tenant_id, key, seq, event_id) where key is not null and parked_at is null;
+-- Few of a key: of them one alone may be claimed.
+create index outbox_turn on relay.outbox (tenant_id, key, seq, event_id)
+  where state in ('ready', 'claimed') and key is not null;
 create index outbox_waiting on relay.outbox (tenant_id, key) where state = 'waiting';
 create index outbox_parked on relay.outbox (tenant_id, parked_at) where state = 'parked';
 
