@@ -12,7 +12,17 @@ from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.models import ClaimedJobs
 from tests.support.activity import pid_of, wait_until_blocked
 from tests.support.databases import TestDatabase
-from tests.support.protocol import ME, QUEUE, RELAY, TENANT, Connection, claim, connected, enqueue
+from tests.support.protocol import (
+    ME,
+    QUEUE,
+    RELAY,
+    TENANT,
+    Connection,
+    claim,
+    claimed_job,
+    connected,
+    enqueue,
+)
 
 LARGE = 64
 HELD = "select count(*) from pg_locks where locktype = 'advisory' and granted"
@@ -57,11 +67,24 @@ async def test_a_fifth_large_claim_waits_for_the_end_of_one_of_four(
     rows = await admin.fetch(
         f"select job_id, extract(epoch from expires_at - claimed_at)::float8 from {QUEUE} where state = 'claimed'"
     )
-    left_at_the_claim = {job_id: left for job_id, left in rows}
+    left_at_the_claim = dict(rows)
     claimed_at = [job.local_deadline - left_at_the_claim[job.job_id] for job in claimed.jobs]
     assert began + claimed.waited_seconds <= min(claimed_at) + 0.000_1
     assert max(claimed_at) <= began + took + 0.000_1
     assert (await repository.claim(RELAY, claimed_by=ME, limit=LARGE)).waited_seconds == 0
+
+
+async def test_one_transaction_that_is_left_open_keeps_nobody_from_the_three_turns_that_are_free(
+    database: TestDatabase, admin: Connection, worker: Connection
+) -> None:
+    """However the one that waits was placed: behind the open one, or in a line that is free meanwhile."""
+    async with four_turns_taken(database) as others, worker.transaction():
+        async with anyio.create_task_group() as group:
+            group.start_soon(claim, worker, LARGE)
+            (blocker,) = await wait_until_blocked(admin, pid_of(worker))
+            free = [pid_of(other) for other in others if pid_of(other) != blocker]
+            await admin.execute("select pg_terminate_backend(p) from unnest($1::int[]) p", free)
+        assert await admin.fetchval(f"{HELD} and pid = $1", pid_of(worker)) == 1, "it has a turn"
 
 
 async def test_a_turn_that_does_not_come_is_not_waited_for_and_no_error(
@@ -105,3 +128,30 @@ async def test_two_transactions_that_claim_crosswise_end_without_a_deadlock(
             group.start_soon(crosswise, worker, [TENANT, "others"])
             group.start_soon(crosswise, other, ["others", TENANT])
         assert await admin.fetchval("select deadlocks from pg_stat_database where datname = current_database()") == 0
+
+
+async def test_a_deadlock_that_is_found_while_a_claim_waits_for_its_turn_is_no_error_of_the_claim(
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    """All who have a turn wait for a row of the transaction that waits for one."""
+    job = await claimed_job(gateway, worker)
+
+    async def complete(connection: Connection) -> int:
+        return await RelayDispatchRepository(connection, TENANT).complete(job.job_id, RELAY, job.fence, ME)
+
+    try:
+        await admin.execute(f"alter database {database.name} set deadlock_timeout = '60s'")
+        async with four_turns_taken(database) as others:
+            await admin.execute(f"alter database {database.name} set deadlock_timeout = '10ms'")
+            async with (
+                connected(database.worker_dsn) as victim,
+                anyio.create_task_group() as group,
+                victim.transaction(),
+            ):
+                assert await complete(victim) == 1
+                for other in others:
+                    group.start_soon(complete, other)
+                    await wait_until_blocked(admin, pid_of(other))
+                assert await claim(victim, LARGE) == []
+    finally:
+        await admin.execute(f"alter database {database.name} reset deadlock_timeout")

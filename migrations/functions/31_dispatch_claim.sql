@@ -43,27 +43,32 @@ end $$;
 --   that another has locked, so of 64 claims of 500 at once each steps over 30,000 rows to get at its own.
 -- Locks: one of four advisory locks of the pair, whose numbers are digests of the two names. Who waits may hold other rows, and
 --   who has a turn waits for nobody in a claim: only transactions that claim several times can wait for each other, for 0.8 s.
+--   A deadlock that is found while one waits here ends that wait, and no more.
 -- Internal, as those of 25_dispatch_rows.sql are.
 create or replace function relay.claim_turn(p_tenant text, p_relay text) returns interval
 language plpgsql
-set lock_timeout = '800ms'
+set lock_timeout = '100ms'
 as $$
 declare
   v_name  text := 'relay.claim:' || octet_length(p_tenant) || ':' || p_tenant || ':' || p_relay;
   v_began timestamptz;
 begin
-  for v_slot in 0..3 loop
-    if pg_try_advisory_xact_lock(hashtextextended(v_name, v_slot)) then
-      return null;
-    end if;
+  for v_round in 0..7 loop
+    for v_slot in 0..3 loop
+      if pg_try_advisory_xact_lock(hashtextextended(v_name, v_slot)) then
+        return least(greatest(clock_timestamp() - v_began, interval '0'), interval '0.8 s');
+      end if;
+    end loop;
+    v_began := coalesce(v_began, clock_timestamp());
+    begin
+      -- In line behind those who wait already: whoever tries again and again may never get one. Each round in another line, because
+      -- the first of one may be a transaction that was left open.
+      perform pg_advisory_xact_lock(hashtextextended(v_name, (pg_backend_pid() + v_round) % 4));
+      exit;
+    exception when lock_not_available or deadlock_detected then
+      null;
+    end;
   end loop;
-  v_began := clock_timestamp();
-  begin
-    -- In line behind those who wait already: whoever tries again and again may never get one.
-    perform pg_advisory_xact_lock(hashtextextended(v_name, pg_backend_pid() % 4));
-  exception when lock_not_available then
-    null;
-  end;
   return least(greatest(clock_timestamp() - v_began, interval '0'), interval '0.8 s');
 end $$;
 
