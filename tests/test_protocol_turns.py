@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
+import pytest
 
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.models import ClaimedJobs
@@ -85,6 +86,33 @@ async def test_one_transaction_that_is_left_open_keeps_nobody_from_the_three_tur
             free = [pid_of(other) for other in others if pid_of(other) != blocker]
             await admin.execute("select pg_terminate_backend(p) from unnest($1::int[]) p", free)
         assert await admin.fetchval(f"{HELD} and pid = $1", pid_of(worker)) == 1, "it has a turn"
+
+
+@pytest.mark.invariant("I4")
+@pytest.mark.case("C41")
+async def test_the_numbers_of_the_turns_cannot_be_told_from_the_names_and_differ_between_pairs_and_installations(
+    database: TestDatabase, admin: Connection
+) -> None:
+    """Everybody sees and may take any advisory lock: a number that can be guessed would tell of a foreign tenant."""
+    numbers = "select array_agg((classid::bigint << 32) | objid::bigint) from pg_locks where locktype = 'advisory'"
+    guesses = [
+        f"{prefix}{TENANT}:{RELAY}"
+        for prefix in ("", "claim:", f"{len(TENANT)}:", f"claim:{len(TENANT)}:", f"relay.claim:{len(TENANT)}:")
+    ]
+
+    async def taken(secret: bytes, relay: str = RELAY) -> set[int]:
+        await admin.execute("update relay.installation set secret = $1", secret)
+        async with connected(database.worker_dsn) as worker, worker.transaction():
+            await claim(worker, LARGE, relay=relay)
+            return set(await admin.fetchval(numbers))
+
+    found = [await taken(bytes(32)), await taken(b"1" * 32), await taken(bytes(32), "crm")]
+    assert len(set.union(*found)) == sum(map(len, found)) == 3
+    assert await taken(bytes(32)) == found[0]
+    guessed = await admin.fetchval(
+        "select array_agg(hashtextextended(g, s)) from unnest($1::text[]) g, generate_series(0, 3) s", guesses
+    )
+    assert set.union(*found).isdisjoint(guessed)
 
 
 async def test_a_turn_that_does_not_come_is_not_waited_for_and_no_error(

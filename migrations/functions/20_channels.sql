@@ -7,7 +7,8 @@
 --   outbox channel  one per tenant, and one for who drains all tenants: '' = there is an event
 --
 -- LISTEN and NOTIFY know no rights. So a name is a digest over a secret of this installation, and is told only to a
--- login that is bound; ringing goes through relay.ring, which tells no name to anybody.
+-- login that is bound; ringing goes through relay.ring, which tells no name to anybody. Advisory locks know no rights either:
+-- relay.claim_turn makes its numbers of such a name, kind 'claim', that is told to nobody.
 
 -- Guarantees: a pure function of secret, kind, tenant and relay: lower case, ASCII, 44 bytes (PostgreSQL cuts a name at 63).
 --   The lengths keep ('a', 'bc') and ('ab', 'c') apart.

@@ -41,7 +41,9 @@ end $$;
 -- Guarantees: returns once fewer than four others are about to claim many of these jobs, or after 0.8 s in any case; so it orders
 --   nothing and protects nothing. Returns the time that it waited (0.8 s at most, whatever the clock does), null where it did not. The turn ends with the transaction. It is for the pace alone: a claim steps over each row
 --   that another has locked, so of 64 claims of 500 at once each steps over 30,000 rows to get at its own.
--- Locks: one of four advisory locks of the pair, whose numbers are digests of the two names. Who waits may hold other rows, and
+-- Locks: one of four advisory locks of the pair. Those have no rights in PostgreSQL, so their numbers are digests over the secret
+--   of this installation, as the names of channels are: nobody can tell or hold the turns of a pair he knows the names of.
+--   Who waits may hold other rows, and
 --   who has a turn waits for nobody in a claim: only transactions that claim several times can wait for each other, for 0.8 s.
 --   A deadlock that is found while one waits here ends that wait, and no more.
 -- Internal, as those of 25_dispatch_rows.sql are.
@@ -50,7 +52,7 @@ language plpgsql
 set lock_timeout = '100ms'
 as $$
 declare
-  v_name  text := 'relay.claim:' || octet_length(p_tenant) || ':' || p_tenant || ':' || p_relay;
+  v_name  text := relay.channel_name('claim', p_tenant, p_relay);
   v_began timestamptz;
 begin
   for v_round in 0..7 loop
