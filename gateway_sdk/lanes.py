@@ -88,6 +88,9 @@ class Asker(Protocol):
 
     job_id: UUID
 
+    @property
+    def is_over(self) -> bool: ...
+
     def polled(self, answer: Polled | Exception) -> None: ...
 
 
@@ -99,6 +102,11 @@ class Look:
     def __init__(self, job_id: UUID) -> None:
         self.job_id = job_id
         self.answer: asyncio.Future[Polled] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody waits for the answer any more."""
+        return self.answer.done()
 
     def polled(self, answer: Polled | Exception) -> None:
         """Give the answer, if somebody still waits for it."""
@@ -283,7 +291,13 @@ class Lanes:
 
     def _make_poll(self, tenant: str) -> Batcher[Asker, Polled]:
         async def flush(askers: list[Asker]) -> Sequence[Polled | Exception]:
-            return await self._send_poll(tenant, [asker.job_id for asker in askers])
+            # A result may be large: it comes once, however many look at it, and not for those who have gone.
+            job_ids = list(dict.fromkeys([asker.job_id for asker in askers if not asker.is_over]))
+            if len(job_ids) == len(askers):
+                return await self._send_poll(tenant, job_ids)
+            answers = await self._send_poll(tenant, job_ids) if job_ids else []
+            by_id = dict(zip(job_ids, answers, strict=True))
+            return [by_id.get(asker.job_id) for asker in askers]
 
         return Batcher(
             flush,

@@ -132,6 +132,9 @@ class Job:
         self.marked = False
         """We have tried to store that."""
 
+    is_over = False
+    """Of a question where it stands: one is asked at a time, and what comes of it is kept here."""
+
     def polled(self, answer: Polled | Exception) -> None:
         """Take the answer to a poll."""
         self.room.keeper.on_polled(self, answer)

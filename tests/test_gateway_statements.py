@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
@@ -280,6 +280,46 @@ async def test_an_enqueue_of_nothing_stores_nothing(gateway: Connection, admin: 
     for names in ([], ["erp"]):
         assert await gateway.fetchval(sql, names) == []
     assert await admin.fetchval("select count(*) from relay.s2r_relay_dispatch_request") == 0
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_looks_at_one_job_ask_for_it_once_and_those_that_were_given_up_ask_for_nothing(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    asked: list[list[UUID]] = []
+    go_on = asyncio.Event()
+    poll_places = RelayDispatchRepository.poll_places
+
+    async def held(self: RelayDispatchRepository, ids: Sequence[UUID], **options: Any) -> Any:
+        asked.append(list(ids))
+        await go_on.wait()
+        return await poll_places(self, ids, **options)
+
+    async with open_client(database.gateway_dsn) as client, asyncio.TaskGroup() as group:
+        acme = client.tenant("acme")
+        job_id, unknown = await acme.enqueue("erp", "Op"), new_id()
+        monkeypatch.setattr(RelayDispatchRepository, "poll_places", held)
+
+        def look(at: UUID) -> asyncio.Task[DispatchResult | None]:
+            return group.create_task(acme.poll_status(at))
+
+        # Both workers of the lane are at work, and what comes now gathers.
+        look(job_id)
+        await eventually(lambda: len(asked) == 1)
+        look(job_id)
+        await eventually(lambda: len(asked) == 2)
+        lane = acme._runtime.lanes.poll["acme"]
+        gone = [look(new_id()) for _ in range(20)] + [look(job_id)]
+        live = [look(at) for at in [job_id] * 50 + [unknown]] if lives else []
+        await eventually(lambda: lane.pending == len(gone) + len(live))
+        for task in gone:
+            task.cancel()
+        await asyncio.wait(gone)
+        go_on.set()
+        results = await asyncio.gather(*live)
+        await lane.drain()
+        assert [result and result.job_id for result in results] == ([job_id] * 50 + [None] if lives else [])
+    assert asked[2:] == ([[job_id, unknown]] if lives else [])
 
 
 async def test_a_call_that_waits_keeps_few_objects(database: TestDatabase) -> None:
