@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from uuid import uuid4
 
 import anyio
 import pytest
@@ -72,7 +73,10 @@ async def test_a_fifth_large_claim_waits_for_the_end_of_one_of_four(
     claimed_at = [job.local_deadline - left_at_the_claim[job.job_id] for job in claimed.jobs]
     assert began + claimed.waited_seconds <= min(claimed_at) + 0.000_1
     assert max(claimed_at) <= began + took + 0.000_1
-    assert (await repository.claim(RELAY, claimed_by=ME, limit=LARGE)).waited_seconds == 0
+    rows = await worker.fetch(
+        f"select outcome from relay.claim($1, $2, {LARGE}, $3, $4, '1 min')", RELAY, [TENANT], ME, uuid4()
+    )
+    assert rows == [], "one that has not waited says nothing"
 
 
 async def test_one_transaction_that_is_left_open_keeps_nobody_from_the_three_turns_that_are_free(

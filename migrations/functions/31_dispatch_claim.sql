@@ -58,7 +58,8 @@ begin
   for v_round in 0..7 loop
     for v_slot in 0..3 loop
       if pg_try_advisory_xact_lock(hashtextextended(v_name, v_slot)) then
-        return least(greatest(clock_timestamp() - v_began, interval '0'), interval '0.8 s');
+        return case when v_began is not null then
+          least(greatest(clock_timestamp() - v_began, interval '0'), interval '0.8 s') end;
       end if;
     end loop;
     v_began := coalesce(v_began, clock_timestamp());
