@@ -351,7 +351,8 @@ class Outbox:
                     logger.error("what became of %d events could not be written: %s", len(verdicts), error)
                     return [SettledEvent("stale", "claimed")] * len(verdicts)
             await anyio.sleep(backoff.next())
-        self._groups.opened(promoted)
+        # Of other kinds whoever has a sink for them is told, by the server.
+        self._groups.opened(group for group in promoted if self.default_sink is not None or group[1] in self.sinks)
         if uncertain:
             # A try before this one may have been made, its reply lost: then each event stands where it was put.
             settled = [_meant(verdict, item) for (_, verdict), item in zip(verdicts, settled, strict=True)]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from dispatch_core.outbox import Outbox
 from dispatch_core.outbox_groups import Groups
 from dispatch_core.outbox_models import ClaimedEvents, DueWork, Group
+from dispatch_core.outbox_repository import OutboxRepository
 from tests.support.databases import TestDatabase
-from tests.support.outbox import Recorder, make_stale, outbox, take, write
-from tests.support.protocol import Connection
+from tests.support.outbox import Recorder, make_stale, outbox, take, tell, tidy, write
+from tests.support.protocol import OUTBOX, TENANT, Connection, connected
 
 
 def _tenants(sink: Recorder) -> Counter[str]:
@@ -117,3 +121,55 @@ def test_a_group_that_comes_and_goes_does_not_come_before_those_that_stay() -> N
         groups.claimed(pick, ClaimedEvents([], [], {stays}, {}), 0.0, float(n))
         groups.opened([comes])
     assert led[stays] >= 5, led
+
+
+# --- kinds of other drainers --------------------------------------------------------------------
+
+
+async def test_a_turn_that_comes_to_a_kind_without_a_sink_is_left_for_others(
+    database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    await write(gateway, "1", kind="mine", key="k")
+    await write(gateway, "2", kind="theirs", key="k")
+    async with Outbox(database.gateway_dsn, sinks={"mine": Recorder()}) as drainer:
+        assert (await drainer.drain()).delivered == 1
+        assert not drainer.knows_more
+        assert (await drainer.drain()).claimed == 0
+    assert await admin.fetchval(f"select (state, attempts, fence)::text from {OUTBOX}") == "(ready,0,0)"
+
+
+@pytest.mark.parametrize("outcome", ["delivered", "park"])
+@pytest.mark.parametrize("then", ["a", "b"])
+async def test_a_turn_that_comes_to_a_kind_rings_where_none_of_that_kind_is_settled(
+    database: TestDatabase, gateway: Connection, outcome: str, then: str
+) -> None:
+    await write(gateway, "1", kind="a", key="k")
+    await write(gateway, "2", kind=then, key="k")
+    events = await take(gateway, kind="a")
+    async with _listening(database) as heard:
+        await tell(gateway, events, outcome, error="no")
+    assert len(heard) == (2 if then == "b" else 0)
+
+
+@pytest.mark.parametrize("kinds", [["a"], ["a", "b"], None])
+async def test_a_lost_turn_that_is_found_rings_where_its_kind_is_not_the_finders(
+    database: TestDatabase, gateway: Connection, admin: Connection, kinds: list[str] | None
+) -> None:
+    await write(gateway, "1", kind="a", key="k")
+    await write(gateway, "2", kind="b", key="k")
+    await admin.execute(f"delete from {OUTBOX} where kind = 'a'")
+    async with _listening(database) as heard:
+        assert (await tidy(gateway, kinds=kinds)).promoted == 1
+    assert len(heard) == (2 if kinds == ["a"] else 0)
+
+
+@asynccontextmanager
+async def _listening(database: TestDatabase) -> AsyncIterator[list[str]]:
+    """Listen for events of the tenant, and of all, in the block."""
+    heard: list[str] = []
+    async with connected(database.gateway_dsn) as listener:
+        for tenant in (TENANT, None):
+            name = await OutboxRepository(listener).channel(tenant)
+            await listener.add_listener(name, lambda _, __, channel, ___: heard.append(channel))
+        yield heard
+        await listener.fetchval("select 1")

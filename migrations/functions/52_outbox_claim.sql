@@ -19,8 +19,10 @@
 --              over, and begins anew
 --   start      p_limit groups were reached: go on behind that tenant (p_start)
 --   p_look is how many keys to look at for lost turns, an equal share for each tenant; 0 for not at all.
+--   Rings where an event of a kind that is not of p_kinds can be claimed now by what was done here.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
--- Locks: FOR UPDATE SKIP LOCKED. It never waits.
+-- Locks: FOR UPDATE SKIP LOCKED. It never waits. Where it rings the commit takes the database-wide notification lock until
+--   its WAL is flushed.
 create or replace function relay.outbox_due(
   p_tenants text[], p_kinds text[], p_limit bigint, p_start text, p_stale interval, p_max_attempts bigint, p_look bigint,
   p_look_tenants text[], p_look_keys text[])
@@ -47,6 +49,7 @@ declare
   v_count  bigint;
   v_parked bigint;
   v_got    bigint;
+  v_opened text[];
 begin
   if (p_limit >= 1 and p_stale > interval '0' and p_max_attempts >= 1 and p_look >= 0
       and coalesce(cardinality(p_look_tenants), 0) = coalesce(cardinality(p_look_keys), 0)) is not true then
@@ -88,7 +91,10 @@ begin
       return query select 'reclaimed', v_tenant, null, null, null::interval, v_count - v_parked where v_count > v_parked;
       return query select 'parked', v_tenant, null, null, null::interval, v_parked where v_parked > 0;
       if v_keys is not null then
-        perform 1 from relay.outbox_promote(v_tenant, v_keys);
+        select array_agg(p.kind) into v_opened from relay.outbox_promote(v_tenant, v_keys) p;
+        if not v_opened <@ p_kinds then
+          perform relay.outbox_ring(v_tenant);
+        end if;
       end if;
     end if;
 
@@ -106,9 +112,12 @@ begin
       select array_agg(u.key) into v_keys from (select k.key from names k where k.key is not null limit v_look) u;
       v_got := coalesce(cardinality(v_keys), 0);
       if v_got > 0 then
+        select array_agg(p.kind) into v_opened from relay.outbox_promote(v_tenant, v_keys) p;
         return query
-        select 'promoted', v_tenant, p.kind, null, null::interval, count(*)
-        from relay.outbox_promote(v_tenant, v_keys) p group by p.kind;
+        select 'promoted', v_tenant, u.kind, null, null::interval, count(*) from unnest(v_opened) as u (kind) group by u.kind;
+        if not v_opened <@ p_kinds then
+          perform relay.outbox_ring(v_tenant);
+        end if;
       end if;
       if v_got = v_look or v_from <> '' then
         outcome := 'look'; tenant_id := v_tenant; kind := null; wait := null; amount := null;

@@ -12,11 +12,13 @@
 --   Each is named in one row of the answer, by its place in ns: outcome 'applied', state = where it stands now (gone, ready,
 --   parked); or outcome 'stale', nothing was changed, state = where it stands (gone: also where it never was, or is
 --   foreign). ns null = all of tenant_id. A valid one is never refused because it had to wait.
---   A row of outcome 'promoted' names a tenant and kind of which another event of a key that ended can be claimed now.
+--   A row of outcome 'promoted' names a tenant and kind of which another event of a key that ended can be claimed now. Rings
+--   where that is of a kind of which no event is settled here: another drainer may be the one that has a sink for it.
 --   Events come grouped: the first p_counts[1] of them are of tenant p_tenants[1], and so on; places count through.
 -- Errors: S2001, S2002, S2003; S2020 array lengths, counts, a tenant twice, an unknown outcome; S2021 a delay that is negative or
 --   not finite.
--- Locks: the events, FOR UPDATE, in the order of tenant, event id; waits for them.
+-- Locks: the events, FOR UPDATE, in the order of tenant, event id; waits for them. Where it rings the commit takes the
+--   database-wide notification lock until its WAL is flushed.
 create or replace function relay.outbox_settle(
   p_claimed_by text, p_tenants text[], p_counts bigint[], p_event_ids uuid[], p_fences bigint[], p_outcomes text[],
   p_errors text[], p_delays interval[], p_max_attempts bigint)
@@ -45,6 +47,8 @@ declare
   v_states   text[];
   v_keys     text[];
   v_more     text[];
+  v_kinds    text[];
+  v_opened   text[];
   -- What stands for all events, null where each has its own.
   v_fence    bigint := case when cardinality(p_fences) = 1 then p_fences[1] end;
   v_outcome  text := case when cardinality(p_outcomes) = 1 then p_outcomes[1] end;
@@ -87,23 +91,27 @@ begin
     -- Found and locked first, and written after that, by ctid: see 50_outbox_rows.sql and 25_dispatch_rows.sql.
     if v_outcome = 'delivered' then
       -- As below, for what is said of nearly every batch.
-      select count(*), array_agg(l.row_id), array_agg(l.key) filter (where l.key is not null)
-      into v_got, v_done_rows, v_keys
+      select count(*), array_agg(l.row_id), array_agg(l.key) filter (where l.key is not null),
+             array_agg(l.kind) filter (where l.key is not null)
+      into v_got, v_done_rows, v_keys, v_kinds
       from (select distinct on (u.event_id, u.fence) u.event_id, u.fence
             from (select p_event_ids[i] as event_id, coalesce(v_fence, p_fences[i]) as fence
                   from generate_series(v_first, v_end) i) u
             order by u.event_id, u.fence) i
       cross join lateral (
-        select o.ctid as row_id, o.key from relay.outbox o
+        select o.ctid as row_id, o.key, o.kind from relay.outbox o
         where o.tenant_id = v_tenant and o.event_id = i.event_id and o.fence = i.fence and o.claimed_by = p_claimed_by
         limit 1 for update) l;
       if v_got = v_end - v_first + 1 then
         perform relay.outbox_drop(v_tenant, v_done_rows);
         return query select 'applied', 'gone', null::bigint[], v_tenants[v_i], null;
         if v_keys is not null then
+          select array_agg(distinct p.kind) into v_opened from relay.outbox_promote(v_tenant, v_keys) p;
           return query
-          select 'promoted', 'ready', null::bigint[], v_tenant, p.kind
-          from relay.outbox_promote(v_tenant, v_keys) p group by p.kind;
+          select 'promoted', 'ready', null::bigint[], v_tenant, u.kind from unnest(v_opened) as u (kind);
+          if not v_opened <@ v_kinds then
+            perform relay.outbox_ring(v_tenant);
+          end if;
         end if;
         v_before := relay.set_tenant(v_before);
         continue;
@@ -114,14 +122,15 @@ begin
            array_agg(l.row_id) filter (where i.outcome = 'delivered'),
            array_agg(l.key) filter (where i.outcome = 'delivered' and l.key is not null),
            array_agg(i.n) filter (where i.outcome <> 'delivered'),
-           array_agg(l.row_id) filter (where i.outcome <> 'delivered')
-    into v_ns, v_done, v_done_rows, v_keys, v_back, v_back_rows
+           array_agg(l.row_id) filter (where i.outcome <> 'delivered'),
+           array_agg(l.kind) filter (where l.key is not null)
+    into v_ns, v_done, v_done_rows, v_keys, v_back, v_back_rows, v_kinds
     from (select distinct on (u.event_id, u.fence) u.n, u.event_id, u.fence, coalesce(v_outcome, p_outcomes[u.n]) as outcome
           from (select i as n, p_event_ids[i] as event_id, coalesce(v_fence, p_fences[i]) as fence
                 from generate_series(v_first, v_end) i) u
           order by u.event_id, u.fence, u.n) i
     cross join lateral (
-      select o.ctid as row_id, o.key from relay.outbox o
+      select o.ctid as row_id, o.key, o.kind from relay.outbox o
       where o.tenant_id = v_tenant and o.event_id = i.event_id and o.fence = i.fence and o.claimed_by = p_claimed_by
       limit 1 for update) l;
 
@@ -143,9 +152,12 @@ begin
       select 'applied', u.state, array_agg(u.n), null, null from unnest(v_back, v_states) as u (n, state) group by u.state;
     end if;
     if v_keys is not null then
+      select array_agg(distinct p.kind) into v_opened from relay.outbox_promote(v_tenant, v_keys) p;
       return query
-      select 'promoted', 'ready', null::bigint[], v_tenant, p.kind
-      from relay.outbox_promote(v_tenant, v_keys) p group by p.kind;
+      select 'promoted', 'ready', null::bigint[], v_tenant, u.kind from unnest(v_opened) as u (kind);
+      if not v_opened <@ v_kinds then
+        perform relay.outbox_ring(v_tenant);
+      end if;
     end if;
 
     if cardinality(v_ns) is distinct from v_end - v_first + 1 then
