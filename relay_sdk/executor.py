@@ -169,8 +169,6 @@ class Executor:
         if len(gate.waiting) >= max(1, min(gate.limit, self._slots.capacity // 2)):
             # Its place is another tenant's, where that has more of them.
             sent_away = gate.waiting.take_from_longer(job.tenant_id)
-            while sent_away is not None and sent_away.state is not WAITING:
-                sent_away = gate.waiting.take_from_longer(job.tenant_id)
             self._send_away(sent_away or slot, handler, gate)
             if sent_away is None:
                 return
@@ -376,7 +374,11 @@ class Executor:
             return
         slot.cause = cause
         if slot.task is None:
-            # It waits at a gate, or for its turn in `accept`.
+            # It waits at a gate, or for its turn in `accept`. Its place at the gate is another's at once: a job that
+            # finds all of them taken is sent away, for up to a minute.
+            if slot.handler is not None and slot.handler.gate is not None:
+                assert isinstance(slot.job, DispatchJob)
+                slot.handler.gate.waiting.remove(slot.job.tenant_id, slot)
             self._end(slot, self._ends.cancelled_before_start(slot))
             return
         self._metrics.handlers_cancelled += slot.state is RUNNING

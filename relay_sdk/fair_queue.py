@@ -52,6 +52,16 @@ class FairQueue(Generic[T]):
         self._count -= 1
         return self._lines[longest].pop()
 
+    def remove(self, tenant: str, item: T) -> None:
+        """Let it wait no more. Idempotent: yes."""
+        line = self._lines.get(tenant, deque())
+        if item not in line:
+            return
+        line.remove(item)
+        self._count -= 1
+        if not line:
+            del self._lines[tenant]
+
     def clear(self) -> None:
         """Forget all of them."""
         self._lines.clear()

@@ -324,6 +324,38 @@ async def test_a_lone_job_does_not_wait_behind_the_backlog_that_fills_its_operat
     assert sorted(started[4:]) == ["big", "lone"]
 
 
+async def test_a_job_is_not_sent_away_for_places_in_the_line_whose_jobs_have_been_withdrawn(
+    database: TestDatabase, gateway: Any
+) -> None:
+    go_on = asyncio.Event()
+    started: list[str] = []
+    relay = new_relay(database, tenants=["a", "b"], concurrency=10, **NEVER)
+
+    @relay.handler("Slow", concurrency=2)
+    async def slow(job: DispatchJob) -> None:
+        started.append(job.tenant_id)
+        await go_on.wait()
+
+    a, b = Jobs(gateway, "a"), Jobs(gateway, "b")
+    waiting = (await a.enqueue_many(4, "Slow"))[2:]
+    async with running(relay):
+        await eventually(lambda: len(started) == 2 and relay.health().in_hand == 4)
+        for job_id in waiting:
+            assert await a.repository.mark_expired(job_id) == 1
+            await gateway.execute("select relay.ring('{cancel}', '{a}', '{erp}', array[$1])", job_id.hex)
+        await eventually(lambda: relay.health().in_hand == 2)
+        # Of a tenant that had all places, and of one that had none.
+        for jobs in (a, b):
+            await jobs.enqueue("Slow")
+            await jobs.ring()
+        await eventually(lambda: relay.metrics.jobs_claimed == 6)
+        go_on.set()
+        await eventually(lambda: len(started) == 4)
+    assert sorted(started) == ["a", "a", "a", "b"]
+    # One that was sent away would have been claimed twice.
+    assert relay.metrics.jobs_claimed == 6
+
+
 async def test_a_job_that_waits_for_its_turn_keeps_its_lease(database: TestDatabase, gateway: Any, admin: Any) -> None:
     relay = new_relay(database, lease_seconds=0.9, sweep_seconds=0.2)
     go_on = asyncio.Event()

@@ -25,6 +25,19 @@ def test_who_was_served_stands_behind_those_who_came_meanwhile() -> None:
     assert [queue.take() for _ in range(3)] == ["b1", "a2", "c1"]
 
 
+def test_who_is_removed_holds_no_place_and_no_turn() -> None:
+    queue = line("a1", "a2", "b1")
+    queue.remove("a", "a1")
+    queue.remove("b", "b1")
+    queue.remove("b", "b1")
+    queue.remove("a", "a3")
+    assert len(queue) == 1
+    assert queue.take_from_longer("c") is None
+    queue.put("b", "b2")
+    assert [queue.take() for _ in range(2)] == ["a2", "b2"]
+    assert len(queue) == 0
+
+
 def test_the_longest_line_gives_up_its_last_place_and_only_to_a_shorter_one() -> None:
     queue = line("a1", "a2", "a3", "b1")
     assert queue.take_from_longer("a") is None
