@@ -141,6 +141,17 @@ async def test_what_the_page_says_of_the_commands_is_what_they_offer() -> None:
             assert option in shown.out, (line[0], option)
 
 
+async def test_wherever_a_retry_is_recommended_it_is_said_when_that_makes_a_second_job() -> None:
+    """Not within so many days of the parking: it is the end of the first job that counts, and the gateway's setting."""
+    bound = "later than GATEWAY_RESULT_KEEP_SECONDS after its first job ended"
+    shown = await run_cli("outbox", "retry", "--help")
+    for text, times in ((PAGE.replace("`", ""), 2), (re.sub(r"[^\w -]", " ", shown.out), 1)):
+        assert " ".join(text.split()).count(bound) == times
+    rows = re.findall(r"^\|.*(?:outbox retry|before you retry).*$", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    assert all(row.endswith(" ¹ |") for row in rows)
+
+
 def test_what_the_page_says_of_the_settings_is_their_default() -> None:
     settings = OutboxSettings()
     assert (settings.drain_interval_sec, settings.batch_size, settings.concurrency) == (0, 100, 10)

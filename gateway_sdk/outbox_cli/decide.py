@@ -61,9 +61,10 @@ def retry(
     delayed or backing off is due at once. By kind, key or --all the oldest come
     first, a thousand in a transaction; what is parked meanwhile is left alone.
 
-    An event that was delivered before may be delivered twice by that: the
-    dispatch sink makes no second job of it within 7 days, other sinks must tell
-    by its id.
+    An event that was delivered before may be delivered twice by that. The
+    dispatch sink makes no second job of it, unless it is delivered later than
+    GATEWAY_RESULT_KEEP_SECONDS after its first job ended; other sinks must
+    tell by its id.
 
     Exit code 0 where one was retried, 3 where none was.
 
