@@ -327,12 +327,21 @@ async def test_a_tenant_with_five_jobs_is_served_in_the_same_plan_beside_one_wit
 async def test_with_an_old_snapshot_open_a_claim_with_a_cursor_reads_no_more_than_before(
     database: TestDatabase, admin: Connection
 ) -> None:
-    """Dead rows stay while anybody's old transaction is open: the cursor steps over them, a claim from zero wades."""
+    """Dead rows stay while anybody's old transaction is open: the cursor steps over them, a claim from zero wades.
 
-    async def blocks(worker: Connection, plans: Recorder, after: list[int] | None) -> tuple[int, int]:
+    So would a search for sweeps in the same call.
+    """
+
+    async def blocks(
+        worker: Connection, plans: Recorder, after: list[int] | None, sweep_seconds: float | None = None
+    ) -> tuple[int, int]:
         plans.take()
-        jobs = await claim(worker, 10, after=after)
-        touched = sum(statement.blocks for statement in plans.take() if "for update skip locked" in statement.text)
+        jobs = await claim(worker, 10, after=after, sweep_seconds=sweep_seconds)
+        touched = sum(
+            statement.blocks
+            for statement in plans.take()
+            if "for update skip locked" in statement.text or "unnest(v_names)" in statement.text
+        )
         done = [Completion(job.job_id, job.fence) for job in jobs]
         await RelayDispatchRepository(worker, TENANT).complete_many(RELAY, done, claimed_by=ME)
         return touched, jobs[-1].seq
@@ -356,8 +365,10 @@ async def test_with_an_old_snapshot_open_a_claim_with_a_cursor_reads_no_more_tha
                 cursor = jobs[-1].seq
             await enqueue(gateway, 200)
             with_cursor, _ = await blocks(worker, plans, [cursor])
+            and_asked_for_sweeps, _ = await blocks(worker, plans, [cursor], 5.0)
             from_zero, _ = await blocks(worker, plans, None)
     assert with_cursor < fresh + 60, (fresh, with_cursor, from_zero)
+    assert and_asked_for_sweeps < fresh + 60, (fresh, and_asked_for_sweeps)
     assert from_zero - fresh > 5 * (with_cursor - fresh), (fresh, with_cursor, from_zero)
 
 

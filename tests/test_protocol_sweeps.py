@@ -242,6 +242,10 @@ async def test_a_claim_that_asks_is_told_of_a_sweep_that_has_something_to_do_and
     await _sweep(worker, RELAY, lease_seconds=0.001, every_seconds=(3600.0,) * 4)
     await make_turn_due("expire")
     assert not await is_due()
+    await make_turn_due("expire")
+    await enqueue(gateway)
+    assert await is_due(), "with a job taken it looks for nothing"
+    assert not await is_taken("expire")
 
 
 async def test_a_sweep_whose_interval_is_null_is_not_done(

@@ -88,8 +88,9 @@ end $$;
 --   The body is null where it is longer than p_body_limit, or the bodies of the tenant before it fill p_batch_limit: then
 --   relay.fetch_body.
 --   p_sweep, how often the relay's sweeps are to be: a last row with outcome 'sweep', and nothing else in it, tells that one
---   of this login and relay is due and may have something to do, and so that relay.run_sweeps is to be called. Where no
---   tenant has anything for it, this call takes the turn itself. So sweeps cost idle relays no statement of their own.
+--   of this login and relay is due and may have something to do, and so that relay.run_sweeps is to be called. Where this call
+--   has taken and ended nothing, and no tenant has anything for a sweep, it takes the turn itself. So sweeps cost idle relays no
+--   statement of their own.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: FOR UPDATE SKIP LOCKED on queue rows: it never waits for a row. Where the first tenant's share is 64 jobs or more, it takes
 --   a turn first (claim_turn), for which it waits up to 0.8 s. With p_sweep the rows of two sweeps, SKIP LOCKED (sweep_turn).
@@ -226,10 +227,14 @@ begin
     where s.role_oid = to_regrole(quote_ident(session_user)) and s.name in ('expire:' || p_relay, 'lease:' || p_relay)
     having coalesce(bool_or(s.next_due_at <= clock_timestamp()), true);
     if found then
-      -- The turns that there are: a session that is younger than a lease has none for leases.
-      v_tidy := not exists (select 1 from relay.tenants_due('expire', p_relay, null))
-                and not exists (select 1 from relay.tenants_due('lease', p_relay, null));
+      -- Not with rows locked: under an old snapshot the search wades through all dead rows.
+      v_tidy := v_left = p_limit;
       if v_tidy then
+        v_tidy := not exists (select 1 from relay.tenants_due('expire', p_relay, null))
+                  and not exists (select 1 from relay.tenants_due('lease', p_relay, null));
+      end if;
+      if v_tidy then
+        -- The turns that there are: a session that is younger than a lease has none for leases.
         perform relay.sweep_turn(s.name, p_sweep) from relay.sweep s
         where s.role_oid = to_regrole(quote_ident(session_user)) and s.name in ('expire:' || p_relay, 'lease:' || p_relay);
         v_tidy := found;
