@@ -76,6 +76,7 @@ class Claimer:
         """Claims whose reply was lost and that have not been asked for with success."""
         self._poll_at = 0.0
         self._has_polled = False
+        self._may_ask = False
         self._backoff = Backoff(0.1, 2.0)
         self._not_before = 0.0
         self._told: set[str] = set()
@@ -191,6 +192,7 @@ class Claimer:
         self._poll_at = now + self._settings.poll_seconds * random.uniform(1 - _POLL_JITTER, 1 + _POLL_JITTER)
         self._metrics.polls += 1
         self._has_polled = True
+        self._may_ask = True
         # They are tried again, but what is in the log of each is not repeated until it was allowed.
         self._turns.allow_all()
         self._turns.ring_all("poll")
@@ -226,7 +228,9 @@ class Claimer:
         try:
             with scope:
                 async with self._database.connection() as conn:
-                    asks = self._sweeper.wants_to_know(now)
+                    # Once a poll, so that no claim of a job that was just enqueued looks for sweeps too.
+                    asks = self._may_ask and self._sweeper.asks(now)
+                    self._may_ask = False
                     may_have_taken = True
                     claimed = await RelayDispatchRepository(conn).claim(
                         self._relay_id,

@@ -3,7 +3,7 @@ are due. Any process may do it; the database gives each turn to one. Nothing tha
 
 Whether a turn is to be had, a claim learns on its way, so of many idle relays with one login none asks for that alone:
 
-    a claim says that a sweep is due                                    sweep
+    the claim of a poll says that a sweep is due                        sweep
     claims that come as often as sweeps have not said anything for      sweep: the database knows whether one is due
     longer than a poll can take (no free slot, no claim that succeeds)
     claims come more seldom than sweeps                                 sweep by the clock
@@ -55,14 +55,25 @@ class Sweeper:
         self._metrics = metrics
 
         self._told_at = -math.inf
+        self._asked_at = -math.inf
+        self._is_asking = False
         self._due = anyio.Event()
 
-    def wants_to_know(self, now: float) -> bool:
-        """Whether a claim that is made now should ask if a sweep is due. `now` is monotonic."""
-        return now - self._told_at >= _FRESH * self._settings.sweep_seconds
+    def asks(self, now: float) -> bool:
+        """Whether the claim that is sent now for a poll asks if a sweep is due. `now` is monotonic.
+
+        The answer may cost the server a search. So where the last claim that asked has got none, this one does not ask:
+        otherwise a search that takes longer than claims may would let no claim succeed.
+        """
+        if now - max(self._told_at, self._asked_at) < _FRESH * self._settings.sweep_seconds:
+            return False
+        self._asked_at = now
+        self._is_asking = not self._is_asking
+        return self._is_asking
 
     def told(self, is_due: bool) -> None:
-        """Note what a claim was answered."""
+        """Note what a claim that asked was answered."""
+        self._is_asking = False
         self._told_at = time.monotonic()
         if is_due:
             self._due.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from itertools import pairwise
 from typing import Any
 
 import asyncpg
@@ -13,6 +14,7 @@ from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.ring_inside import RingInside
 from dispatch_core.settings import CoreSettings
 from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
+from relay_sdk.sweeper import Sweeper
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.protocol import claimed_job, end_lease
@@ -104,6 +106,62 @@ async def test_an_idle_relay_makes_one_statement_a_poll_and_sweeps_only_when_the
         await end_lease(admin, job.job_id)
         await eventually(lambda: relay.metrics.swept == 1)
         await Jobs(gateway).end(job.job_id)
+
+
+@pytest.fixture
+def claims_alone_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sweeps by the clock, after which no claim asks for a while."""
+
+    async def run(sweeper: Sweeper) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Sweeper, "run", run)
+
+
+@pytest.mark.usefixtures("claims_alone_ask")
+async def test_only_the_claim_of_a_poll_asks_for_sweeps(
+    database: TestDatabase, gateway: Any, statements: list[tuple[str, tuple[Any, ...]]]
+) -> None:
+    relay = new_relay(database, poll_seconds=600.0, sweep_seconds=0.001)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> Reply:
+        return Reply(b"done")
+
+    async with running(relay):
+        for number in range(1, 4):
+            await Jobs(gateway).enqueue(notify=True)
+            await eventually(lambda expected=number: relay.metrics.jobs_succeeded == expected)
+    asked = [args[-1] is not None for name, args in statements if name == "claim"]
+    assert len(asked) >= 4
+    assert asked == [True] + [False] * (len(asked) - 1)
+
+
+@pytest.mark.usefixtures("claims_alone_ask")
+async def test_after_a_claim_that_asked_for_sweeps_and_failed_comes_one_that_does_not_ask(
+    database: TestDatabase, statements: list[tuple[str, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it asks for may be what it fails of: a search that takes longer than claims may."""
+    fetch = asyncpg.Connection.fetch
+
+    async def fail(self: Any, query: str, *args: Any, **options: Any) -> Any:
+        if "relay.claim(" in query and args[-1] is not None:
+            statements.append(("claim", args))
+            raise asyncpg.QueryCanceledError("it took too long")
+        return await fetch(self, query, *args, **options)
+
+    monkeypatch.setattr(asyncpg.Connection, "fetch", fail)
+    relay = new_relay(database, poll_seconds=0.02, sweep_seconds=0.001)
+
+    @relay.fallback
+    async def handler(job: DispatchJob) -> None:
+        return None
+
+    async with running(relay):
+        await eventually(lambda: relay.metrics.claim_errors >= 3)
+    asked = [args[-1] is not None for name, args in statements if name == "claim"]
+    assert asked.count(True) >= 3
+    assert (True, True) not in pairwise(asked)
 
 
 @pytest.mark.parametrize("allowed", [True, False])
