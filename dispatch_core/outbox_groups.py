@@ -57,6 +57,8 @@ class Groups:
         self._picks = 0
         self._search_at = 0.0
         self._look_at = 0.0
+        self._owes_look = False
+        """The last search has not looked for lost turns, or not everywhere."""
         self._later_at: float | None = None
         self.start: str | None = None
         self.look_behind: dict[str, str] = {}
@@ -80,10 +82,17 @@ class Groups:
             # Not in place of all: a search that ended early has not come to every tenant.
             self.look_behind = {tenant: key for tenant, key in (self.look_behind | work.look).items() if key}
             self._look_at = now + _SEARCH_SECONDS
+        self._owes_look = not looked or bool(self.look_behind)
 
     def later_in(self, now: float) -> float | None:
-        """Return the seconds until the first event is due that was not at the last search; None: there was none."""
-        return None if self._later_at is None else max(self._later_at - now, 0.0)
+        """Return the seconds until the first event is due that was not at the last search; None: there was none.
+
+        Or until a search may look for lost turns, where the last one has left that undone.
+        """
+        times = [self._later_at] if self._later_at is not None else []
+        if self._owes_look:
+            times.append(self._look_at)
+        return max(min(times) - now, 0.0) if times else None
 
     def pick(self, limit: int, now: float, lane_of: LaneOf | None = None) -> Pick:
         """Return the groups whose turn it is, for a claim of `limit` events: so few that each gets several.

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from dispatch_core.outbox import Outbox
+from dispatch_core.outbox import Outbox, OutboxSettings
 from dispatch_core.outbox_groups import Groups
 from dispatch_core.outbox_models import ClaimedEvents, DueWork, Group
 from dispatch_core.outbox_repository import OutboxRepository
+from gateway_sdk import OutboxDrainer
 from tests.support.databases import TestDatabase
-from tests.support.outbox import Recorder, make_stale, outbox, take, tell, tidy, write
+from tests.support.eventually import eventually
+from tests.support.outbox import KIND, Recorder, make_stale, outbox, take, tell, tidy, write
 from tests.support.protocol import OUTBOX, TENANT, Connection, connected
 
 
@@ -173,3 +175,45 @@ async def _listening(database: TestDatabase) -> AsyncIterator[list[str]]:
             await listener.add_listener(name, lambda _, __, channel, ___: heard.append(channel))
         yield heard
         await listener.fetchval("select 1")
+
+
+# --- lost turns ---------------------------------------------------------------------------------
+
+
+def test_after_a_search_that_has_not_looked_everywhere_for_lost_turns_the_pause_ends_when_one_may() -> None:
+    groups = Groups()
+
+    def search(now: float, looked: bool, **look: str) -> None:
+        groups.found(DueWork([], None, 0, 0, 0, look, None), looked, 0.0, now)
+
+    search(0.0, looked=True)
+    assert groups.later_in(0.25) is None
+    search(0.5, looked=False)
+    assert groups.later_in(0.5) == 0.5
+    search(1.0, looked=True, a="k2")
+    assert groups.later_in(1.0) == 1.0
+    search(2.0, looked=True, a="")
+    assert groups.later_in(2.0) is None
+
+
+async def test_a_turn_that_is_lost_just_after_a_search_is_found_without_the_poll(
+    database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    """A wake-up finds nothing then, and the search that it is has not looked for lost turns: another follows."""
+    sink = Recorder()
+    drainer = OutboxDrainer(database.gateway_dsn, settings=OutboxSettings(drain_interval_sec=3600.0), default_sink=sink)
+    async with drainer, connected(database.gateway_dsn) as writer:
+        await write(gateway, "1", key="k")
+        await writer.execute("begin")
+        await Outbox.enqueue(writer, KIND, "2", tenant=TENANT, key="k")
+        async with gateway.transaction():
+            await Outbox.enqueue(gateway, KIND, "wakes", tenant=TENANT)
+        await eventually(lambda: "1" in sink.payloads)
+
+        async def are_settled() -> bool:
+            # The committed ones are settled: the turn is lost when the other comes.
+            return not await admin.fetchval(f"select exists (select from {OUTBOX})")
+
+        await eventually(are_settled)
+        await writer.execute("commit")
+        await eventually(lambda: "2" in sink.payloads)
