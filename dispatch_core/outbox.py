@@ -22,9 +22,8 @@ from uuid import UUID
 
 import anyio
 
-from dispatch_core.backoff import Backoff
 from dispatch_core.database import Database
-from dispatch_core.errors import ConfigurationError, ConnectionLostError, DatabaseError, RelayDispatchError
+from dispatch_core.errors import ConfigurationError, ConnectionLostError, RelayDispatchError, TenancyError
 from dispatch_core.ids import new_instance_id
 from dispatch_core.migrate import check_schema
 from dispatch_core.outbox_delivery import Delivery, check_sink
@@ -34,15 +33,16 @@ from dispatch_core.outbox_models import (
     BatchSink,
     ClaimedEvents,
     DrainReport,
+    DueWork,
     OutboxEvent,
     OutboxMessage,
     OutboxPark,
     OutboxRetry,
     SettledEvent,
     Sink,
-    Verdict,
 )
 from dispatch_core.outbox_repository import OutboxRepository
+from dispatch_core.outbox_settling import Settling, report
 from dispatch_core.outbox_write import MAX_PAYLOAD_BYTES, WritingConnection, write_event, write_events
 from dispatch_core.settings import OutboxSettings
 from dispatch_core.tenancy import warn_if_bypassing
@@ -61,6 +61,9 @@ __all__ = [
 
 _LOOK_AT_KEYS: Final = 200
 """For lost turns, in one search for work."""
+
+_ASK_DENIED_SECONDS: Final = 5.0
+"""Between two looks whether a tenant that was denied is so still."""
 
 logger = logging.getLogger("relay_dispatch.outbox")
 
@@ -103,6 +106,9 @@ class Outbox:
         self._groups = Groups()
         self._instance = new_instance_id("outbox")
         self._claims = 0
+        self._denied: set[str] = set()
+        """Of the tenants that were given, those that the login may not drain, and when to ask for them again."""
+        self._ask_denied_at = 0.0
         self._unanswered: dict[str, tuple[list[str], float]] = {}
         """Claims whose reply was lost -> their tenants, and until when they are to be asked for."""
         self._stack = AsyncExitStack()
@@ -242,7 +248,9 @@ class Outbox:
         try:
             await delivery.run()
             settled = await self._settle(batch.claimed_by, delivery, stale_at)
-        except RelayDispatchError:
+        except RelayDispatchError as error:
+            if delivery.fatal is not None:
+                raise delivery.fatal from error
             raise
         except BaseException:
             # Cancelled: what was delivered is written, the rest is free for others at once.
@@ -254,7 +262,7 @@ class Outbox:
             raise
         if delivery.fatal is not None:
             raise delivery.fatal
-        return _report(delivery, settled, batch.expired, batch.reclaimed)
+        return report(delivery.verdicts, settled, batch.expired, batch.reclaimed)
 
     @property
     def knows_more(self) -> bool:
@@ -277,15 +285,17 @@ class Outbox:
         if not groups.must_search(now):
             return 0
         looks = groups.must_look(now)
-        work = await self._verbs.due(
-            tenants=self._tenants,
-            kinds=None if self.default_sink is not None else list(self.sinks),
-            start=groups.start,
-            stale_seconds=self.settings.stale_claim_seconds,
-            max_attempts=self.settings.max_attempts,
-            look=_LOOK_AT_KEYS if looks else 0,
-            look_behind=groups.look_behind,
-        )
+        asked = await self._asked_for()
+        try:
+            work = await self._due(asked, looks)
+        except TenancyError:
+            denied = [] if asked is None else await self._leave_out_denied(asked, self._instance)
+            if len(denied) in (0, len(asked or ())):
+                raise
+            self._denied.update(denied)
+            self._ask_denied_at = anyio.current_time() + _ASK_DENIED_SECONDS
+            logger.warning("the outbox leaves out tenants that this login may not drain: %s", ", ".join(denied))
+            work = await self._due(await self._asked_for(), looks)
         after = anyio.current_time()
         groups.found(work, looks, after - now, after)
         if work.reclaimed or work.parked:
@@ -295,6 +305,17 @@ class Outbox:
                 work.parked,
             )
         return work.reclaimed
+
+    async def _due(self, tenants: Sequence[str] | None, looks: bool) -> DueWork:
+        return await self._verbs.due(
+            tenants=tenants,
+            kinds=None if self.default_sink is not None else list(self.sinks),
+            start=self._groups.start,
+            stale_seconds=self.settings.stale_claim_seconds,
+            max_attempts=self.settings.max_attempts,
+            look=_LOOK_AT_KEYS if looks else 0,
+            look_behind=self._groups.look_behind,
+        )
 
     async def _claim(self, batch: int, lane_of: LaneOf | None) -> tuple[str, ClaimedEvents]:
         # New for each claim: a token, by which what a lost reply has told nobody can be given back.
@@ -315,6 +336,12 @@ class Outbox:
             )
         except BaseException as error:
             self._groups.unclaimed(pick)
+            if isinstance(error, TenancyError):
+                tenants = list(dict.fromkeys(tenant for tenant, _ in pick.groups))
+                if denied := await self._leave_out_denied(tenants, claimed_by):
+                    # Not an error: the next search finds out whether there is any tenant left.
+                    logger.warning("the outbox may not claim for tenants any more: %s", ", ".join(denied))
+                    return await self._claim(batch, lane_of)
             if not isinstance(error, RelayDispatchError) or isinstance(error, ConnectionLostError):
                 # It may have been made, or be made yet: cancellation and a lost reply tell nothing of that.
                 tenants = list(dict.fromkeys(tenant for tenant, _ in pick.groups))
@@ -328,58 +355,53 @@ class Outbox:
         """Give back what claims have taken whose reply was lost."""
         for claimed_by, (tenants, until) in list(self._unanswered.items()):
             # Asked for until something came of it: it may still be under way on the server, and commit later.
-            if await self._verbs.unclaim(tenants, claimed_by) or anyio.current_time() >= until:
+            try:
+                count = await self._verbs.unclaim(tenants, claimed_by)
+            except TenancyError:
+                # What a denied one has stays until it is stale.
+                count, denied = await self._release_apart(tenants, claimed_by)
+                self._unanswered[claimed_by] = ([each for each in tenants if each not in denied], until)
+            if count or anyio.current_time() >= until:
                 self._unanswered.pop(claimed_by, None)
                 self._groups.forget()
 
     async def _settle(self, claimed_by: str, delivery: Delivery, until: float) -> list[SettledEvent]:
-        """Write the verdicts; through an outage, for as long as the claims can still be ours."""
-        verdicts = delivery.verdicts
-        backoff = Backoff(0.1, 5.0)
-        uncertain = False
-        while True:
+        settling = Settling(self._verbs, claimed_by=claimed_by, max_attempts=self.settings.max_attempts, until=until)
+        try:
+            return await settling.settle(delivery.verdicts)
+        finally:
+            # Of other kinds whoever has a sink for them is told, by the server.
+            mine = [group for group in settling.promoted if self.default_sink is not None or group[1] in self.sinks]
+            self._groups.opened(mine)
+
+    # --- tenants that are denied ----------------------------------------------------------------------------------
+
+    async def _leave_out_denied(self, tenants: Sequence[str], claimed_by: str) -> list[str]:
+        """Find out which of some tenants are denied, after a call for all of them was, and claim for these no more."""
+        _, denied = await self._release_apart(tenants, claimed_by)
+        self._groups.left_out(denied)
+        return denied
+
+    async def _asked_for(self) -> list[str] | None:
+        """Return the tenants to search for; of those that were denied, the ones that no longer are."""
+        if self._denied and anyio.current_time() >= self._ask_denied_at:
+            _, still = await self._release_apart(sorted(self._denied), self._instance)
+            for tenant in self._denied.difference(still):
+                logger.info("tenant %s is drained by the outbox again", tenant)
+            self._denied = set(still)
+            self._ask_denied_at = anyio.current_time() + _ASK_DENIED_SECONDS
+        return self._tenants and [tenant for tenant in self._tenants if tenant not in self._denied]
+
+    async def _release_apart(self, tenants: Sequence[str], claimed_by: str) -> tuple[int, list[str]]:
+        """Release what a claim has taken, tenant by tenant; return how much that was, and the tenants that are denied.
+
+        For who has claimed nothing it tells that alone.
+        """
+        count = 0
+        denied: list[str] = []
+        for tenant in tenants:
             try:
-                settled, promoted = await self._verbs.settle(
-                    verdicts, claimed_by=claimed_by, max_attempts=self.settings.max_attempts
-                )
-                break
-            except DatabaseError as error:
-                if not error.retryable:
-                    raise
-                uncertain = uncertain or isinstance(error, ConnectionLostError)
-                if anyio.current_time() >= until:
-                    logger.error("what became of %d events could not be written: %s", len(verdicts), error)
-                    return [SettledEvent("stale", "claimed")] * len(verdicts)
-            await anyio.sleep(backoff.next())
-        # Of other kinds whoever has a sink for them is told, by the server.
-        self._groups.opened(group for group in promoted if self.default_sink is not None or group[1] in self.sinks)
-        if uncertain:
-            # A try before this one may have been made, its reply lost: then each event stands where it was put.
-            settled = [_meant(verdict, item) for (_, verdict), item in zip(verdicts, settled, strict=True)]
-        return settled
-
-
-def _meant(verdict: Verdict, settled: SettledEvent) -> SettledEvent:
-    put = {"delivered": ("gone",), "failed": ("ready", "parked"), "park": ("parked",), "release": ("ready",)}
-    if settled.outcome == "stale" and settled.state in put[verdict.outcome]:
-        return SettledEvent("applied", settled.state)
-    return settled
-
-
-def _report(delivery: Delivery, settled: Sequence[SettledEvent], expired: int, reclaimed: int) -> DrainReport:
-    counts = {"delivered": 0, "failed": 0, "parked": 0, "released": 0, "stale": 0}
-    for (event, verdict), item in zip(delivery.verdicts, settled, strict=True):
-        if item.outcome == "stale":
-            counts["stale"] += 1
-        elif item.state == "parked":
-            counts["parked"] += 1
-            if verdict.outcome == "failed":
-                logger.warning(
-                    "event %s of kind %s is parked after its last attempt: %s",
-                    event.event_id,
-                    event.kind,
-                    verdict.error,
-                )
-        else:
-            counts[{"delivered": "delivered", "failed": "failed"}.get(verdict.outcome, "released")] += 1
-    return DrainReport(claimed=len(settled), expired=expired, reclaimed=reclaimed, **counts)
+                count += await self._verbs.unclaim([tenant], claimed_by)
+            except TenancyError:
+                denied.append(tenant)
+        return count, denied

@@ -7,7 +7,7 @@ transaction keeps alive. So while there is a backlog, groups are kept from claim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final, TypeAlias
 
@@ -146,6 +146,12 @@ class Groups:
             cursor = self._cursors.get(group)
             if cursor is not None:
                 cursor.unanswered(position)
+
+    def left_out(self, tenants: Collection[str]) -> None:
+        """Forget the groups of tenants that are denied, and search again before the next claim."""
+        for group in [group for group in self._cursors if group[0] in tenants]:
+            del self._cursors[group], self._led[group]
+        self.forget()
 
     def opened(self, groups: Iterable[Group]) -> None:
         """Note that something can be claimed in these groups, below the cursor where there is one."""

@@ -79,4 +79,15 @@ class OutboxWakes:
                 tenants = await self._verbs.tenants()
         if len(tenants) > MAX_CHANNELS:
             logger.warning("of %d tenants %d are listened to: the others are polled", len(tenants), MAX_CHANNELS)
-        return [await self._verbs.channel(tenant) for tenant in tenants[:MAX_CHANNELS]]
+        names: list[str] = []
+        denied: TenancyError | None = None
+        for tenant in tenants[:MAX_CHANNELS]:
+            try:
+                names.append(await self._verbs.channel(tenant))
+            except TenancyError as error:
+                # The others are drained without it, so they are woken without it.
+                logger.warning("no wake-ups for the outbox of tenant %s, only polls: %s", tenant, error)
+                denied = error
+        if denied is not None and not names:
+            raise denied
+        return names
