@@ -27,7 +27,7 @@ from dispatch_core.errors import ConfigurationError, ConnectionLostError, RelayD
 from dispatch_core.ids import new_instance_id
 from dispatch_core.migrate import check_schema
 from dispatch_core.outbox_delivery import Delivery, check_sink
-from dispatch_core.outbox_groups import Groups, LaneOf
+from dispatch_core.outbox_groups import Groups, LaneOf, Round
 from dispatch_core.outbox_models import (
     Batch,
     BatchSink,
@@ -280,14 +280,35 @@ class Outbox:
         return sink
 
     async def _search(self) -> int:
-        """Find out where there is work, if that is not known; return how many claims were taken back."""
+        """Find out where there is work, if that is not known; return how many claims were taken back.
+
+        Where a part finds nothing due it goes on until it has come round: what is due later fills a part too.
+        """
         groups, now = self._groups, anyio.current_time()
         if not groups.must_search(now):
             return 0
         looks = groups.must_look(now)
+        goes_on, search = False, Round(groups.start)
+        reclaimed = 0
+        while True:
+            work = await self._search_part(looks)
+            after = anyio.current_time()
+            groups.found(work, looks, after - now, after, goes_on=goes_on)
+            reclaimed += work.reclaimed
+            if work.reclaimed or work.parked:
+                logger.warning(
+                    "%d claims were not answered for in time and are open again; %d of their events are parked",
+                    work.reclaimed + work.parked,
+                    work.parked,
+                )
+            if work.due or search.is_over(work.start):
+                return reclaimed
+            goes_on = True
+
+    async def _search_part(self, looks: bool) -> DueWork:
         asked = await self._asked_for()
         try:
-            work = await self._due(asked, looks)
+            return await self._due(asked, looks)
         except TenancyError:
             denied = [] if asked is None else await self._leave_out_denied(asked, self._instance)
             if len(denied) in (0, len(asked or ())):
@@ -295,16 +316,7 @@ class Outbox:
             self._denied.update(denied)
             self._ask_denied_at = anyio.current_time() + _ASK_DENIED_SECONDS
             logger.warning("the outbox leaves out tenants that this login may not drain: %s", ", ".join(denied))
-            work = await self._due(await self._asked_for(), looks)
-        after = anyio.current_time()
-        groups.found(work, looks, after - now, after)
-        if work.reclaimed or work.parked:
-            logger.warning(
-                "%d claims were not answered for in time and are open again; %d of their events are parked",
-                work.reclaimed + work.parked,
-                work.parked,
-            )
-        return work.reclaimed
+            return await self._due(await self._asked_for(), looks)
 
     async def _due(self, tenants: Sequence[str] | None, looks: bool) -> DueWork:
         return await self._verbs.due(

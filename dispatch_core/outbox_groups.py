@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from dispatch_core.cursor import ClaimCursor
 from dispatch_core.outbox_models import ClaimedEvents, DueWork, Group
 
-__all__ = ["Groups", "LaneOf", "Pick"]
+__all__ = ["Groups", "LaneOf", "Pick", "Round"]
 
 LaneOf: TypeAlias = Callable[[str], object | None]
 """Tells the lane of a kind: something to be compared by identity, or None where it is to be left."""
@@ -46,6 +46,30 @@ class Pick:
         return [None if position == 0 else _EPOCH + position * _MICROSECOND for position in self.positions]
 
 
+class Round:
+    """Tells when a search, which goes on part by part, has come to all tenants.
+
+    It goes in the order of code points, as the database does; behind the last tenant comes the first.
+    """
+
+    def __init__(self, behind: str | None) -> None:
+        """Begin behind a tenant; None: with the first."""
+        self._begin = behind or ""
+        self._behind = behind
+        self._has_begun_anew = False
+
+    def is_over(self, end: str | None) -> bool:
+        """Tell it of a part that has ended with that tenant; None: with all."""
+        if end is None:
+            return True
+        begins_anew = self._behind is not None and end <= self._behind
+        self._behind = end
+        if self._has_begun_anew:
+            return begins_anew or end >= self._begin
+        self._has_begun_anew = begins_anew
+        return begins_anew and end >= self._begin
+
+
 class Groups:
     """The groups that have something to claim, as far as is known. Times are of a monotonic clock, in seconds."""
 
@@ -71,12 +95,15 @@ class Groups:
         """Tell whether a search is to look for lost turns too."""
         return now >= self._look_at
 
-    def found(self, work: DueWork, looked: bool, seconds: float, now: float) -> None:
-        """Note what a search found, which took so many seconds."""
+    def found(self, work: DueWork, looked: bool, seconds: float, now: float, *, goes_on: bool = False) -> None:
+        """Note what a search found, which took so many seconds; `goes_on`: it began where another ended just now."""
         for group in work.due:
             self._known(group)
         self.start = work.start
-        self._later_at = None if work.later is None else now + work.later.total_seconds()
+        times = [self._later_at] if goes_on and self._later_at is not None else []
+        if work.later is not None:
+            times.append(now + work.later.total_seconds())
+        self._later_at = min(times, default=None)
         self._search_at = now + max(_SEARCH_SECONDS, seconds * _PAUSE)
         if looked:
             # Not in place of all: a search that ended early has not come to every tenant.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dispatch_core.outbox import Outbox, OutboxSettings
-from dispatch_core.outbox_groups import Groups
+from dispatch_core.outbox_groups import Groups, Round
 from dispatch_core.outbox_models import ClaimedEvents, DueWork, Group
 from dispatch_core.outbox_repository import OutboxRepository
 from gateway_sdk import OutboxDrainer
@@ -175,6 +175,59 @@ async def _listening(database: TestDatabase) -> AsyncIterator[list[str]]:
             await listener.add_listener(name, lambda _, __, channel, ___: heard.append(channel))
         yield heard
         await listener.fetchval("select 1")
+
+
+# --- searches -----------------------------------------------------------------------------------
+
+
+async def test_an_event_behind_a_thousand_tenants_with_delayed_ones_is_drained(
+    database: TestDatabase, gateway: Connection, admin: Connection
+) -> None:
+    """One search reaches no further than a thousand groups: a drain that finds nothing due there goes on."""
+    await gateway.execute(
+        """
+        select relay.outbox_enqueue(
+          'k', '1', p_tenant => to_char(i, 'FM0000'), p_notify => false,
+          p_delay => case i when 1000 then interval '1 minute' else '1 hour' end)
+        from generate_series(1, 1001) i
+        """
+    )
+    await write(gateway, "due", tenant="zz")
+    sink = Recorder()
+    async with outbox(database, sink) as drainer:
+        assert (await drainer.drain()).delivered == 1
+    async with outbox(database, sink) as drainer:
+        assert (await drainer.drain()).claimed == 0
+        assert 50 < (drainer.next_due_in() or 0) <= 60, "of all tenants"
+
+
+async def test_of_one_tenant_all_kinds_are_found_together(gateway: Connection) -> None:
+    for kind in "abc":
+        await write(gateway, 1, kind=kind)
+    verbs = OutboxRepository(gateway)
+    for kinds in (None, ["a", "b", "c"]):
+        work = await verbs.due(limit=2, kinds=kinds)
+        assert [kind for _, kind in work.due] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("behind", "ends", "parts"),
+    [
+        (None, [None], 1),
+        (None, ["c", "f", "b"], 3),
+        (None, ["c", "c"], 2),
+        ("c", ["f", "b", "d"], 3),
+        ("c", ["f", "c"], 2),
+        ("c", ["b", "a"], 2),
+        ("c", ["c"], 1),
+        ("c", ["b", "e"], 2),
+    ],
+)
+def test_a_search_in_parts_is_over_when_it_has_come_round(
+    behind: str | None, ends: list[str | None], parts: int
+) -> None:
+    search = Round(behind)
+    assert [search.is_over(end) for end in ends] == [False] * (parts - 1) + [True]
 
 
 # --- lost turns ---------------------------------------------------------------------------------

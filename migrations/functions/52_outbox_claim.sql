@@ -17,7 +17,7 @@
 --   promoted   `amount` events whose turn was lost (see 50_outbox_rows.sql) can be claimed now
 --   look       the search for such goes on behind that key: give it back as p_look_keys[i] for p_look_tenants[i]; '' = it is
 --              over, and begins anew
---   start      p_limit groups were reached: go on behind that tenant (p_start)
+--   start      p_limit groups were reached: go on behind that tenant (p_start). All kinds of one tenant are told together.
 --   p_look is how many keys to look at for lost turns, an equal share for each tenant; 0 for not at all.
 --   Rings where an event of a kind that is not of p_kinds can be claimed now by what was done here.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
@@ -141,8 +141,7 @@ begin
           order by o.kind, o.available_at limit 1) f)
       select case when k.available_at <= v_now then 'due' else 'later' end, v_tenant, k.kind, null,
              case when k.available_at > v_now then k.available_at - v_now end, null::bigint
-      from names k
-      limit v_left;
+      from names k;
     else
       return query
       select case when f.available_at <= v_now then 'due' else 'later' end, v_tenant, k.kind, null,
@@ -151,8 +150,7 @@ begin
       cross join lateral (
         select o.available_at from relay.outbox o
         where o.tenant_id = v_tenant and o.kind = k.kind and o.state = 'ready'
-        order by o.available_at limit 1) f
-      limit v_left;
+        order by o.available_at limit 1) f;
     end if;
     get diagnostics v_got = row_count;
     v_left := v_left - v_got;
