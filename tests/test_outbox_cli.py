@@ -26,7 +26,7 @@ from dispatch_core.migrate import migrate
 from dispatch_core.outbox_repository import OutboxRepository
 from gateway_sdk import DispatchSink
 from gateway_sdk.outbox_cli import decide
-from gateway_sdk.outbox_cli.text import pretty_json
+from gateway_sdk.outbox_cli.text import parse_age, pretty_json, span
 from tests.support.cli import COMMAND, Ended, environment, run_cli, spawn_cli
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
@@ -315,6 +315,26 @@ async def test_purge_takes_parked_events_alone_and_not_without_a_yes(admin: Conn
     assert set(await states(admin)) == {"ready", "claimed", "later"}
 
 
+async def test_an_age_needs_a_unit_and_purge_says_what_it_takes_it_for(admin: Connection, gateway: Connection) -> None:
+    await parked(gateway, "a")
+    await admin.execute(f"update {OUTBOX} set parked_at = parked_at - interval '1 minute'")
+    refused = await outbox("purge", "--older-than", "30", "--yes")
+    assert refused.code == 2
+    assert "30 has no unit; 30d?" in refused.err
+    assert await states(admin) == {"a": "parked"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *(("30d", "30 days"), ("2w", "14 days"), ("1d", "1 day"), ("36h", "36 hours"), ("15m", "15 minutes")),
+        *(("1s", "1 second"), ("90s", "90 seconds"), ("0.5s", "0.5 seconds"), ("0d", "0 seconds")),
+    ],
+)
+def test_an_age_is_said_exactly(given: str, said: str) -> None:
+    assert span(parse_age(given)) == said
+
+
 async def test_purge_goes_in_bounded_batches_and_counts_what_it_removed_while_others_decide_too(
     database: TestDatabase, admin: Connection, gateway: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +419,7 @@ async def test_at_a_terminal_purge_asks_and_shows_how_far_it_is(
     "arguments",
     [
         ("list", "--older-than", "soon"),
+        ("list", "--older-than", "30"),
         ("list", "--state", "lost"),
         ("list", "--limit", "0"),
         ("list", "--tenant", ""),
@@ -411,6 +432,7 @@ async def test_at_a_terminal_purge_asks_and_shows_how_far_it_is(
         ("park", str(uuid4()), "--reason", " "),
         ("purge", "--yes"),
         ("purge", "--yes", "--older-than", "-1d"),
+        ("drain", "--route", "k=erp/Post;ttl=60"),
         ("drain",),
         ("drain", "--route", "order.placed"),
         ("drain", "--route", "order.placed=erp"),

@@ -29,7 +29,7 @@ from gateway_sdk.outbox_cli.common import (
     tenants_of,
     verbs_at,
 )
-from gateway_sdk.outbox_cli.text import amount, ask, must_be_answerable, parse_age, progress
+from gateway_sdk.outbox_cli.text import amount, ask, must_be_answerable, parse_age, progress, span
 
 __all__ = ["park", "purge", "retry"]
 
@@ -145,7 +145,8 @@ def purge(
     choice = {"kind": kind, "key": key}
     names, matched = _matching(dsn, tenant, choice, older_than)
     of = f" of {amount(len(names), 'tenant')}" if len(names) > 1 else f" of tenant {names[0]}"
-    ask(f"Remove {amount(matched, 'parked event', most=COUNTED)}{of} for good?", yes=yes)
+    since = f", parked for more than {span(older_than)}," if older_than else ""
+    ask(f"Remove {amount(matched, 'parked event', most=COUNTED)}{of}{since} for good?", yes=yes)
     done = run_async(_in_batches, outbox_dsn(dsn), names, "purging", matched, older_than, partial(_purge, choice))
     _report_all(done, "purged", matched, format_of(output, json))
 

@@ -36,6 +36,7 @@ __all__ = [
     "print_status",
     "printable",
     "progress",
+    "span",
     "status_document",
 ]
 
@@ -50,14 +51,25 @@ _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)\Z")
 
 
 def parse_age(value: str) -> timedelta:
-    """Return an age: a number of seconds, or of minutes, hours, days, weeks with the letter of that."""
+    """Return an age: a number of seconds, minutes, hours, days or weeks, with the letter of that."""
     found = _AGE.match(value.strip().lower())
     if found is None:
         raise typer.BadParameter(f"{value!r} is no age: 90s, 15m, 12h, 7d or 2w")
-    seconds = float(found[1]) * _UNITS[found[2] or "s"]
+    if not found[2]:  # whoever means days must not remove what was parked half a minute ago
+        raise typer.BadParameter(f"{found[1]} has no unit; {found[1]}d?")
+    seconds = float(found[1]) * _UNITS[found[2]]
     if seconds > 10_000 * 86400:
         raise typer.BadParameter(f"{value!r} is too long")
     return timedelta(seconds=seconds)
+
+
+def span(value: timedelta) -> str:
+    """Show an age as a person gives one, exactly: in the largest unit of which it is a whole number."""
+    seconds = value.total_seconds()
+    for count, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds and seconds % count == 0:
+            return amount(int(seconds // count), unit)
+    return f"{seconds:,g} second" + "s" * (seconds != 1)
 
 
 def age(value: timedelta | None) -> str:
