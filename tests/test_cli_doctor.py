@@ -36,7 +36,7 @@ def of(findings: list[Finding], check: str) -> Finding:
 
 @pytest.fixture(autouse=True)
 def _no_dsn_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RELAY_DISPATCH_DSN", "RELAY_DISPATCH_LISTEN_DSN"):
+    for name in ("RELAY_DISPATCH_DSN", "RELAY_DISPATCH_LISTEN_DSN", "OUTBOX_DSN", "OUTBOX_LISTEN_DSN"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -263,6 +263,37 @@ async def test_doctor_says_plainly_where_there_is_no_outbox_or_no_right_to_see_i
 
 async def doctor(dsn: str, *arguments: str) -> Ended:
     return await run_cli("doctor", "--dsn", dsn, *arguments)
+
+
+async def test_doctor_looks_at_the_outbox_where_outbox_dsn_says_it_is(
+    database: TestDatabase, bare_database: TestDatabase, gateway: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (event_id,) = await write(gateway, "x")
+    (event,) = await take(gateway)
+    assert event.event_id == event_id
+    await tell(gateway, [event], "park")
+    monkeypatch.setenv("OUTBOX_DSN", database.gateway_dsn)
+    await migrate(bare_database.admin_dsn, only=["dispatch"])
+    await grant(bare_database.admin_dsn, "relay_gateway_login", role="gateway", tenant="acme")
+    found = (await doctor(bare_database.gateway_dsn, "-o", "json")).document["findings"]
+    named = {finding["check"]: finding["verdict"] for finding in found}
+    assert [named[f"OUTBOX_DSN {check}"] for check in ("schema", "row security", "rights")] == ["pass"] * 3
+    assert named["OUTBOX_DSN outbox"] == "warn"
+    assert "outbox" not in named  # it is not missed where it is not to be
+    alone = await run_cli("doctor", "-o", "json")
+    assert {finding["check"]: finding["verdict"] for finding in alone.document["findings"]}["outbox"] == "warn"
+    assert "OUTBOX_DSN" not in alone.out
+    for dsn, said in (
+        (bare_database.gateway_dsn, "relay-dispatch db migrate --only outbox"),
+        ("postgresql://u:s3cret@127.0.0.1:9/x", "the check could not be made"),
+    ):
+        monkeypatch.setenv("OUTBOX_DSN", dsn)
+        wrong = await doctor(database.gateway_dsn)
+        assert wrong.code == 1
+        assert said in wrong.out
+        assert "s3cret" not in wrong.out
+    monkeypatch.delenv("OUTBOX_DSN")
+    assert "RELAY_DISPATCH_DSN, or OUTBOX_DSN" in (await run_cli("doctor")).err
 
 
 async def test_doctor_ends_with_zero_where_nothing_failed_and_with_one_where_something_did(

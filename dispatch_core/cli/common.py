@@ -74,8 +74,8 @@ DsnOption = Annotated[
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print the result on stdout.")]
 
 
-def resolve_dsn(dsn: str | None) -> str:
-    """Return the DSN of the option, else of the environment.
+def resolve_dsn(dsn: str | None, *, settings: str = "RELAY_DISPATCH_DSN") -> str:
+    """Return the DSN of the option, else of the environment; `settings` are those that a person may set.
 
     Raises: ConfigurationError where there is none.
     """
@@ -83,7 +83,7 @@ def resolve_dsn(dsn: str | None) -> str:
 
     found = CoreSettings.load(dsn=dsn).dsn
     if found is None or not found.get_secret_value():
-        raise ConfigurationError("no DSN: give --dsn or set RELAY_DISPATCH_DSN")
+        raise ConfigurationError(f"no DSN: give --dsn or set {settings}")
     return found.get_secret_value()
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from pydantic import SecretStr
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -26,6 +27,7 @@ from dispatch_core.cli.common import (
     run_async,
 )
 from dispatch_core.errors import DatabaseError, DatabaseUnavailableError
+from dispatch_core.settings import CoreSettings, OutboxSettings
 
 __all__ = ["doctor"]
 
@@ -53,7 +55,8 @@ def doctor(
     """Check the database, the way to it, and what this login may do; change nothing.
 
     Give it the DSN that a gateway or a relay has, and run it where that runs:
-    what it finds is true of that login on that machine.
+    what it finds is true of that login on that machine. Where OUTBOX_DSN is set
+    too, the outbox is looked at there; where it alone is, it is the DSN.
 
     Exit code 0 where nothing failed (a warning is no failure), 1 where
     something did, 5 where nothing answers.
@@ -65,7 +68,12 @@ def doctor(
     """
     code = 0
     try:
-        findings = run_async(examine, resolve_dsn(dsn), resolve_listen_dsn(listen_dsn), timeout=timeout)
+        events = OutboxSettings.load()
+        events_dsn, events_listen_dsn = _text(events.dsn), _text(events.listen_dsn)
+        if dsn is None and _text(CoreSettings.load().dsn) is None and events_dsn is not None:
+            dsn, listen_dsn = events_dsn, listen_dsn or events_listen_dsn
+        dsn = resolve_dsn(dsn, settings="RELAY_DISPATCH_DSN, or OUTBOX_DSN")
+        findings = run_async(examine, dsn, resolve_listen_dsn(listen_dsn), outbox_dsn=events_dsn, timeout=timeout)
     except DatabaseUnavailableError as error:
         findings = [Finding("reach", "fail", str(error), "check host, port, the server and what lies between")]
         code = UNREACHABLE
@@ -80,6 +88,10 @@ def doctor(
     else:
         _print(findings, result_console())
     raise typer.Exit(code)
+
+
+def _text(setting: SecretStr | None) -> str | None:
+    return (setting.get_secret_value() or None) if setting is not None else None
 
 
 def _print(findings: list[Finding], console: Console) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 
 from dispatch_core.cli.checks import login, outbox, server, way
 from dispatch_core.cli.checks.finding import Finding, Verdict, connection
@@ -16,8 +17,12 @@ from dispatch_core.errors import RelayDispatchError
 __all__ = ["Finding", "Verdict", "examine"]
 
 
-async def examine(dsn: str, listen_dsn: str | None = None, *, timeout: float = 5.0) -> list[Finding]:
+async def examine(
+    dsn: str, listen_dsn: str | None = None, *, outbox_dsn: str | None = None, timeout: float = 5.0
+) -> list[Finding]:
     """Make all checks; `listen_dsn` None: listening goes the same way as statements. `timeout` is seconds to connect.
+
+    `outbox_dsn`: where events are kept, if not at `dsn`; what is checked there has names that begin with OUTBOX_DSN.
 
     Raises: DatabaseUnavailableError and the like where not even `dsn` can be reached.
     """
@@ -43,8 +48,26 @@ async def examine(dsn: str, listen_dsn: str | None = None, *, timeout: float = 5
             installed = [str(room) for room in rooms] if isinstance(rooms, list) else []
             await add("row security", login.row_security(conn, installed))
             await add("rights", login.rights(conn, installed))
-            await add("outbox", outbox.events(conn, installed))
+            if "outbox" in installed or outbox_dsn in (None, dsn):
+                await add("outbox", outbox.events(conn, installed))
         await add("listeners", server.listeners(conn))
         await add("transactions", server.transactions(conn))
         await add("settings", server.settings(conn))
+    if outbox_dsn is not None and outbox_dsn != dsn:
+        await add("OUTBOX_DSN", _outbox_at(outbox_dsn, timeout))
     return findings
+
+
+async def _outbox_at(dsn: str, timeout: float) -> list[Finding]:
+    """Check the outbox in a database of its own: the schema, what the login may do, and the events."""
+    found = await login.schema(dsn)
+    rooms = found[-1].values.get("rooms")
+    if isinstance(rooms, list) and "outbox" not in rooms:
+        mend = "relay-dispatch db migrate --only outbox"
+        found = [Finding("schema", "fail", "the room outbox is not in the database that OUTBOX_DSN names", mend)]
+    elif found[-1].verdict != "fail":
+        async with connection(dsn, timeout) as conn:
+            found += await login.row_security(conn, ["outbox"])
+            found += await login.rights(conn, ["outbox"])
+            found += await outbox.events(conn, ["outbox"])
+    return [replace(finding, check=f"OUTBOX_DSN {finding.check}") for finding in found]
