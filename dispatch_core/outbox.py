@@ -367,15 +367,18 @@ class Outbox:
         """Give back what claims have taken whose reply was lost."""
         for claimed_by, (tenants, until) in list(self._unanswered.items()):
             # Asked for until something came of it: it may still be under way on the server, and commit later.
+            count = 0
             try:
                 count = await self._verbs.unclaim(tenants, claimed_by)
             except TenancyError:
                 # What a denied one has stays until it is stale.
                 count, denied = await self._release_apart(tenants, claimed_by)
                 self._unanswered[claimed_by] = ([each for each in tenants if each not in denied], until)
-            if count or anyio.current_time() >= until:
-                self._unanswered.pop(claimed_by, None)
-                self._groups.forget()
+            finally:
+                # Also where it fails each time: it is stale by then, and no claim would be made any more.
+                if count or anyio.current_time() >= until:
+                    self._unanswered.pop(claimed_by, None)
+                    self._groups.forget()
 
     async def _settle(self, claimed_by: str, delivery: Delivery, until: float) -> list[SettledEvent]:
         settling = Settling(self._verbs, claimed_by=claimed_by, max_attempts=self.settings.max_attempts, until=until)
