@@ -163,9 +163,9 @@ def _translate_sqlstate(error: asyncpg.PostgresError, job_id: UUID | None, conne
     if state == "0A000" and isinstance(error, asyncpg.exceptions.InvalidCachedStatementError):
         return DatabaseBusyError("the schema changed under this connection; try again", sqlstate=state, job_id=job_id)
     if state in _MISSING_OBJECT and ("relay." in message or '"relay"' in message):
-        return SchemaMismatchError(
-            f"the schema `relay` is missing or not the one of this version ({message}): run `relay-dispatch db migrate`"
-        )
+        only = " --only outbox" if "relay.outbox_" in message else ""
+        mend = f"run `relay-dispatch db migrate{only}`"
+        return SchemaMismatchError(f"the schema `relay` is missing or not the one of this version ({message}): {mend}")
     if state == "42501":
         return TenancyDeniedError(f"{message}: this login needs a grant, see `relay-dispatch db grant`")
     if state in _STALE_STATEMENT:

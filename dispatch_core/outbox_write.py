@@ -16,7 +16,13 @@ from uuid import UUID
 
 from dispatch_core import codec
 from dispatch_core.database import mapped_errors
-from dispatch_core.errors import DatabaseError, InvalidInputError, TenancyUnboundError, TransactionRequiredError
+from dispatch_core.errors import (
+    DatabaseError,
+    InvalidInputError,
+    SchemaMismatchError,
+    TenancyUnboundError,
+    TransactionRequiredError,
+)
 from dispatch_core.ids import new_id
 from dispatch_core.outbox_models import OutboxMessage
 from dispatch_core.requests import duration
@@ -96,6 +102,11 @@ async def _send(conn: WritingConnection, statement: str) -> None:
         if error.sqlstate == _READ_ONLY:  # elsewhere the sign of a primary that is none any more
             raise TransactionRequiredError("an event cannot be written in a transaction that is read only") from error
         raise
+    except SchemaMismatchError as error:  # of the whole schema or of a function: it is this room that a writer needs
+        mend = "relay-dispatch db migrate --only outbox"
+        raise SchemaMismatchError(
+            f"the room outbox of schema relay is not in this database, or not the one of this version: run: {mend}"
+        ) from error
 
 
 def _require_transaction(conn: WritingConnection) -> None:

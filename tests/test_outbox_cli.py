@@ -481,8 +481,15 @@ async def test_a_database_without_the_room_is_exit_code_four(bare_database: Test
         for arguments in (("status",), ("purge", "--older-than", "0s", "--yes"), ("drain", "--route", "k=erp/Post")):
             ended = await outbox(*arguments, "--dsn", bare_database.admin_dsn)
             assert (ended.code, ended.out) == (4, "")
-            assert "db migrate" in ended.err
+            assert "relay-dispatch db migrate --only outbox\n" in ended.err
     assert "room outbox" in ended.err
+
+
+async def test_a_drain_that_is_not_told_where_the_jobs_go_says_how_to_tell_it(bare_database: TestDatabase) -> None:
+    await migrate(bare_database.admin_dsn, only=["outbox"])
+    ended = await outbox("drain", "--route", "k=erp/Post", "--dsn", bare_database.admin_dsn)
+    assert (ended.code, ended.out) == (4, "")
+    assert "give --dispatch-dsn or RELAY_DISPATCH_DSN" in ended.err
 
 
 async def test_a_database_that_does_not_answer_is_exit_code_five_without_password_or_traceback() -> None:

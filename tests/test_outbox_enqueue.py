@@ -14,6 +14,7 @@ from dispatch_core.errors import (
     InvalidInputError,
     InvalidNameError,
     InvalidPayloadError,
+    SchemaMismatchError,
     TenancyDeniedError,
     TenancyMismatchError,
     TenancyUnboundError,
@@ -28,6 +29,18 @@ from tests.support.protocol import OUTBOX, TENANT, Connection, connected
 
 _COUNT = f"select count(*) from {OUTBOX}"
 _SETTINGS = "select array_agg(name || '=' || setting order by name) from pg_settings"
+
+
+async def test_where_the_outbox_is_missing_the_error_names_the_room_to_install(bare_database: TestDatabase) -> None:
+    async with connected(bare_database.admin_dsn) as conn:
+        for then in ("create schema relay", "select"):
+            with pytest.raises(SchemaMismatchError, match=r"relay-dispatch db migrate --only outbox$"):
+                async with conn.transaction():
+                    await Outbox.enqueue(conn, KIND, 1, tenant=TENANT)
+            with pytest.raises(SchemaMismatchError, match=r"relay-dispatch db migrate --only outbox$"):
+                async with conn.transaction():
+                    await Outbox.enqueue_many(conn, [OutboxMessage(KIND, 1)], tenant=TENANT)
+            await conn.execute(then)  # a schema of that name alone is not the room either
 
 
 # --- the transaction's fate ---------------------------------------------------------------------

@@ -39,7 +39,7 @@ async def check_schema(conn: Connection, *, rooms: Sequence[str] | None = None, 
             "this login may not use schema relay: run relay-dispatch db grant LOGIN --as gateway|worker|operator …"
         ) from None
     except (asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError):
-        raise SchemaMismatchError(f"schema relay is not in this database; {_MEND}") from None
+        raise SchemaMismatchError(f"schema relay is not in this database; {_mend(rooms or ())}") from None
     except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
         with translated("checking the schema"):
             raise error
@@ -49,11 +49,13 @@ async def check_schema(conn: Connection, *, rooms: Sequence[str] | None = None, 
         raise SchemaMismatchError(problem)
     if comparison.pending and not comparison.newer:
         # The same protocol in other words (a comment, a mend): it keeps its promises, so nobody is kept from starting.
-        _log.warning("the functions in schema relay differ from those of this version; %s", _MEND)
+        mend = _mend(comparison.rooms)
+        _log.warning("the functions in schema relay differ from those of this version; %s", mend)
 
 
-def _only(comparison: Comparison) -> str:
-    return " --only ".join(comparison.absent_rooms)
+def _mend(rooms: Sequence[str]) -> str:
+    """Say what installs or upgrades these rooms, and not the dispatch room where events alone are kept."""
+    return _MEND + (" --only outbox" if list(rooms) == ["outbox"] else "")
 
 
 def mismatch(comparison: Comparison) -> str | None:
@@ -63,16 +65,17 @@ def mismatch(comparison: Comparison) -> str | None:
         return f"{database} and needs SDKs of protocol {comparison.compatible_from} or newer; {sdk}: upgrade it"
     if comparison.absent_rooms:
         absent = ", ".join(comparison.absent_rooms)
+        only = " ".join(f"--only {room}" for room in comparison.absent_rooms)
         there = f" (there is: {', '.join(comparison.rooms)})" if comparison.rooms else ""
-        return f"the room {absent} of schema relay is not in this database{there}; {_MEND} --only {_only(comparison)}"
+        return f"the room {absent} of schema relay is not in this database{there}; {_MEND} {only}"
     if comparison.drifted:
         names = ", ".join(step.name for step in comparison.drifted)
         return f"{database}, whose step {names} is not the one of this version; {sdk}: run relay-dispatch db verify"
     if comparison.pending_tables:
         names = ", ".join(step.name for step in comparison.pending_tables)
-        return f"{database} and lacks {names}; {sdk}: the database is older, {_MEND}"
+        return f"{database} and lacks {names}; {sdk}: the database is older, {_mend(comparison.rooms)}"
     if comparison.newer:
         return None
     if comparison.missing_functions or (comparison.protocol or 0) < comparison.wanted_protocol:
-        return f"{database}; {sdk}: the database is older, {_MEND}"
+        return f"{database}; {sdk}: the database is older, {_mend(comparison.rooms)}"
     return None

@@ -20,7 +20,9 @@ from rich.table import Column
 from dispatch_core.cli.common import FAILED, Output, OutputOption, emit_json, emit_table, note, resolve_dsn, run_async
 from dispatch_core.cli.load import load_attribute
 from dispatch_core.codec import check_name
-from dispatch_core.errors import ConfigurationError
+from dispatch_core.database import close_connection, connect
+from dispatch_core.errors import ConfigurationError, SchemaMismatchError
+from dispatch_core.migrate import check_schema
 from dispatch_core.outbox import DrainReport
 from dispatch_core.settings import CoreSettings, OutboxSettings
 from gateway_sdk.client import GatewayClient
@@ -150,6 +152,8 @@ class _What:
     routes: dict[str, OutboxRoute]
     tenants: list[str] | None
     dispatch_dsn: str | None
+    is_one: bool = False
+    """Whether nobody has said where the jobs go, so that it is the database of the events."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +175,8 @@ def _made(routes: Sequence[str] | None, tenants: Sequence[str] | None, dsn: str,
         raise ConfigurationError("nobody to deliver to: give --route, OUTBOX_ROUTES, or --app with a drainer of yours")
     names = [check_name("tenant", name) for name in dict.fromkeys(tenants)] if tenants else None
     drainer = OutboxDrainer(dsn, settings=settings, tenants=names)
-    if dispatch_dsn is None and not CoreSettings.load().dsn:
-        dispatch_dsn = dsn
-    return _What(drainer, dsn, parsed, names, resolve_dsn(dispatch_dsn))
+    is_one = dispatch_dsn is None and not CoreSettings.load().dsn
+    return _What(drainer, dsn, parsed, names, resolve_dsn(dsn if is_one else dispatch_dsn), is_one)
 
 
 def _routes_of(settings: OutboxSettings) -> dict[str, OutboxRoute]:
@@ -195,6 +198,8 @@ async def _with_sinks(what: _What) -> AsyncIterator[OutboxDrainer]:
     # The client is for the sink alone: it tidies nothing, and drains nothing beside us.
     quiet = OutboxDrainer(settings=OutboxSettings.load(drain_interval_sec=0))
     settings = GatewaySettings.load(sweep_interval_seconds=0)
+    if what.is_one and what.dsn is not None:
+        await _look_for_dispatch(what.dsn)
     async with GatewayClient(what.dispatch_dsn, settings=settings, outbox=quiet) as client:
         sink = DispatchSink(client, routes)
         if what.dsn is None:
@@ -203,6 +208,22 @@ async def _with_sinks(what: _What) -> AsyncIterator[OutboxDrainer]:
             for kind in routes:
                 drainer.add_sink(kind, sink)
         yield drainer
+
+
+async def _look_for_dispatch(dsn: str) -> None:
+    """Raise where jobs cannot go to the database of the events; who has two has forgotten to name the other."""
+    conn = await connect(dsn, application_name="relay-dispatch events")
+    try:
+        await check_schema(conn, rooms=["outbox"])
+        try:
+            await check_schema(conn, rooms=["dispatch"])
+        except SchemaMismatchError as error:
+            raise SchemaMismatchError(
+                f"jobs would go to the database of the events, and cannot ({error}); "
+                "are they to go to another one? give --dispatch-dsn or RELAY_DISPATCH_DSN"
+            ) from error
+    finally:
+        await close_connection(conn)
 
 
 async def _drain(what: _What, watch: bool) -> _Ended:
