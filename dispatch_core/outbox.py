@@ -65,6 +65,9 @@ _LOOK_AT_KEYS: Final = 200
 _ASK_DENIED_SECONDS: Final = 5.0
 """Between two looks whether a tenant that was denied is so still."""
 
+_SINGLE_CLAIMS: Final = 100
+"""Behind one whose reply was lost, at least."""
+
 logger = logging.getLogger("relay_dispatch.outbox")
 
 
@@ -111,6 +114,8 @@ class Outbox:
         self._ask_denied_at = 0.0
         self._unanswered: dict[str, tuple[list[str], float]] = {}
         """Claims whose reply was lost -> their tenants, and until when they are to be asked for."""
+        self._singly = 0
+        """So many claims are to be of one event: a reply was lost, and may be one that can never arrive."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -334,14 +339,15 @@ class Outbox:
         self._claims += 1
         claimed_by = f"{self._instance}/{self._claims}"
         before = anyio.current_time()
-        pick = self._groups.pick(batch, before, lane_of)
+        limit = 1 if self._singly else batch
+        pick = self._groups.pick(limit, before, lane_of)
         if not pick.groups:
             return claimed_by, ClaimedEvents([], [], set(), {})
         try:
             claimed = await self._verbs.claim(
                 pick.groups,
                 claimed_by=claimed_by,
-                limit=batch,
+                limit=limit,
                 after=pick.after,
                 max_bytes=self.settings.max_batch_bytes,
                 horizon_seconds=self.settings.retry_horizon_seconds,
@@ -354,11 +360,20 @@ class Outbox:
                     # Not an error: the next search finds out whether there is any tenant left.
                     logger.warning("the outbox may not claim for tenants any more: %s", ", ".join(denied))
                     return await self._claim(batch, lane_of)
-            if not isinstance(error, RelayDispatchError) or isinstance(error, ConnectionLostError):
+            is_lost = isinstance(error, ConnectionLostError)
+            if is_lost and self._singly:
+                # Given back it would be claimed and lost for ever. Stale, it has failed, and is suspect.
+                logger.warning(
+                    "the reply to a claim of one event was lost as well: if it was made, it is left to go stale"
+                )
+            elif is_lost or not isinstance(error, RelayDispatchError):
                 # It may have been made, or be made yet: cancellation and a lost reply tell nothing of that.
                 tenants = list(dict.fromkeys(tenant for tenant, _ in pick.groups))
                 self._unanswered[claimed_by] = (tenants, before + self.settings.stale_claim_seconds)
+            if is_lost and not self._singly:
+                self._singly = max(batch, _SINGLE_CLAIMS)
             raise
+        self._singly = max(self._singly - 1, 0)
         after = anyio.current_time()
         self._groups.claimed(pick, claimed, after - before, after)
         return claimed_by, claimed

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from dispatch_core.errors import DatabaseUnavailableError
+from dispatch_core.errors import ConnectionLostError, DatabaseUnavailableError
 from dispatch_core.outbox import Outbox
+from dispatch_core.outbox_models import ClaimedEvents
 from tests.support.databases import TestDatabase
-from tests.support.outbox import Recorder, outbox, write
-from tests.support.protocol import TENANT, Connection
+from tests.support.outbox import Recorder, make_stale, outbox, states, write
+from tests.support.protocol import OUTBOX, TENANT, Connection
 
 
 async def test_a_release_that_fails_is_asked_for_until_its_claim_is_stale_and_not_for_ever(
@@ -31,6 +33,47 @@ async def test_a_release_that_fails_is_asked_for_until_its_claim_is_stale_and_no
         with pytest.raises(DatabaseUnavailableError):
             await drainer.drain()
         assert (await drainer.drain()).delivered == 1
+
+
+@pytest.mark.parametrize("batch", [100, 1])
+async def test_an_event_whose_reply_can_never_arrive_fails_alone_and_is_counted(
+    database: TestDatabase, gateway: Connection, admin: Connection, batch: int
+) -> None:
+    """As where its payload takes longer than a statement may: each claim of it is made, and its reply lost."""
+    await write(gateway, *range(5), "never", *range(5), tenant="a")
+    await write(gateway, *range(5), tenant="b")
+    sink = Recorder()
+    lost = 0
+    async with outbox(database, sink, max_attempts=2) as drainer:
+        claim = drainer.verbs.claim
+
+        async def lose(*args: Any, **options: Any) -> ClaimedEvents:
+            nonlocal lost
+            claimed = await claim(*args, **options)
+            if any(event.payload == "never" for event in claimed.events):
+                lost += 1
+                raise ConnectionLostError("cut")
+            return claimed
+
+        _replace(drainer, claim=lose)
+
+        async def drain() -> None:
+            for _ in range(40):
+                with suppress(ConnectionLostError):
+                    await drainer.drain(batch)
+
+        await drain()
+        assert len(sink.events) == 15
+        assert {event.attempts for event in sink.events} == {0}
+        assert lost == 2
+        for attempt, state in ((1, "claimed"), (2, "parked")):
+            assert await states(admin, "a") == {"never": "claimed"}
+            await make_stale(admin)
+            drainer.search_again()
+            await drain()
+            assert await states(admin, "a") == {"never": state}
+            assert await admin.fetchval(f"select attempts from {OUTBOX}") == attempt
+    assert lost == 3
 
 
 class _Verbs:
