@@ -63,7 +63,7 @@ ALTER FUNCTION relay.claim_again(p_relay text, p_tenants text[], p_claimed_by te
 
 CREATE FUNCTION relay.claim_turn(p_tenant text, p_relay text) RETURNS interval
     LANGUAGE plpgsql
-    SET lock_timeout TO '100ms'
+    SET lock_timeout TO '400ms'
     AS $$ … $$;
 ALTER FUNCTION relay.claim_turn(p_tenant text, p_relay text) OWNER TO relay_api;
 

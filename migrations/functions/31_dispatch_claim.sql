@@ -49,13 +49,13 @@ end $$;
 -- Internal, as those of 25_dispatch_rows.sql are.
 create or replace function relay.claim_turn(p_tenant text, p_relay text) returns interval
 language plpgsql
-set lock_timeout = '100ms'
+set lock_timeout = '400ms'
 as $$
 declare
   v_name  text := relay.channel_name('claim', p_tenant, p_relay);
   v_began timestamptz;
 begin
-  for v_round in 0..7 loop
+  for v_round in 0..4 loop
     for v_slot in 0..3 loop
       if pg_try_advisory_xact_lock(hashtextextended(v_name, v_slot)) then
         return case when v_began is not null then
@@ -64,12 +64,12 @@ begin
     end loop;
     v_began := coalesce(v_began, clock_timestamp());
     begin
-      -- In line behind those who wait already: whoever tries again and again may never get one. Each round in another line, because
-      -- the first of one may be a transaction that was left open.
+      -- In line behind those who wait already: whoever tries again and again may never get one. After the first round in the other
+      -- lines, because the first of one may be a transaction that was left open; not sooner, because who changes lines loses his place.
       perform pg_advisory_xact_lock(hashtextextended(v_name, (pg_backend_pid() + v_round) % 4));
       exit;
     exception when lock_not_available or deadlock_detected then
-      null;
+      perform set_config('lock_timeout', '100ms', true);
     end;
   end loop;
   return least(greatest(clock_timestamp() - v_began, interval '0'), interval '0.8 s');
