@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import textwrap
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import anyio
+import httpx2
 import pytest
 
-from dispatch_core import Outbox, OutboxEvent, OutboxMessage
+from dispatch_core import Outbox
 from dispatch_core.backoff import full_jitter
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.settings import OutboxSettings
-from gateway_sdk import DispatchSink, GatewayClient, OutboxDrainer, OutboxRoute
+from gateway_sdk import DispatchSink, GatewayClient, WebhookSink
 from tests.support.cli import run_cli
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
@@ -35,9 +39,16 @@ def example(name: str, language: str = "python") -> str:
     return found[1]
 
 
+def imported() -> dict[str, Any]:
+    """Return the names that the page imports before its first example."""
+    names: dict[str, Any] = {}
+    exec(example("imports"), names)
+    return names
+
+
 async def run(name: str, **names: Any) -> None:
     """Run a block as the body of an async function that has these names."""
-    names |= {"Outbox": Outbox, "OutboxMessage": OutboxMessage}
+    names = imported() | names
     exec(f"async def block():\n{textwrap.indent(example(name), '    ')}", names)
     await names["block"]()
 
@@ -102,10 +113,7 @@ async def test_the_drainer_of_the_page_makes_a_job_of_one_kind_and_calls_the_fun
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("OUTBOX_DRAIN_INTERVAL_SEC", "5")
-    names: dict[str, Any] = {
-        item.__name__: item for item in (DispatchSink, GatewayClient, OutboxDrainer, OutboxEvent, OutboxRoute)
-    }
-    names |= {"shop_dsn": database.gateway_dsn, "dispatch_dsn": database.gateway_dsn}
+    names = imported() | {"shop_dsn": database.gateway_dsn, "dispatch_dsn": database.gateway_dsn}
     exec(example("drainer"), names)
     async with names["client"]:
         await run("outbox", conn=shop)
@@ -118,6 +126,41 @@ async def test_the_drainer_of_the_page_makes_a_job_of_one_kind_and_calls_the_fun
         await eventually(all_gone)
     assert await _jobs(worker) == [{"order": 7}]
     assert capsys.readouterr().out == f"order 6 of acme is cancelled: {cancelled}\n"
+
+
+async def test_a_webhook_is_sent_without_a_client_and_verified_by_the_lines_of_the_page(
+    database: TestDatabase, shop: Connection, admin: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTBOX_DRAIN_INTERVAL_SEC", "5")
+    line = example("secret", "").replace("python ", f"{sys.executable} ", 1)
+    secret = (await anyio.run_process(line)).stdout.decode().strip()
+    assert re.fullmatch(r"whsec_[A-Za-z0-9+/]{43}=", secret)
+    received: list[tuple[bytes, dict[str, str]]] = []
+
+    def receive(request: httpx2.Request) -> httpx2.Response:
+        received.append((request.content, dict(request.headers)))
+        return httpx2.Response(200, content=nothing())
+
+    async def nothing() -> AsyncIterator[bytes]:
+        yield b""
+
+    async with httpx2.AsyncClient(transport=httpx2.MockTransport(receive)) as http:
+        sink = partial(WebhookSink, client=http)
+        await run("outbox", conn=shop)
+        async with anyio.create_task_group() as group:
+            names = {"shop_dsn": database.gateway_dsn, "url": "https://shop.example/hook", "secret": secret}
+            group.start_soon(partial(run, "alone", **names, WebhookSink=sink))
+
+            async def all_gone() -> bool:
+                return await _events(admin) == []
+
+            await eventually(all_gone)
+            group.cancel_scope.cancel()
+    ((body, headers),) = received
+    verified: dict[str, Any] = {"secret": secret, "body": body, "headers": headers}
+    exec(example("receiver"), verified)
+    message = verified["message"]
+    assert (message["type"], message["data"]) == ("order.placed", {"order": 7})
 
 
 async def test_many_events_are_written_in_one_transaction(shop: Connection, admin: Connection) -> None:
@@ -148,7 +191,7 @@ async def test_wherever_a_retry_is_recommended_it_is_said_when_that_makes_a_seco
     for text, times in ((PAGE.replace("`", ""), 2), (re.sub(r"[^\w -]", " ", shown.out), 1)):
         assert " ".join(text.split()).count(bound) == times
     rows = re.findall(r"^\|.*(?:outbox retry|before you retry).*$", PAGE, re.MULTILINE)
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert all(row.endswith(" ¹ |") for row in rows)
 
 
