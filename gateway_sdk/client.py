@@ -156,6 +156,8 @@ class GatewayClient:
                     # The last to begin and the first to end: its sinks may need all the rest.
                     stack.push_async_callback(self._outbox.stop)
                     await tasks.start(self._outbox.run)
+                else:
+                    self._outbox.warn_of_being_off()
             self._stack = stack.pop_all()
         return self
 

@@ -38,6 +38,7 @@ __all__ = ["OutboxDrainer"]
 
 _NAME: Final = "outbox"
 _BACKOFF_BASE: Final = 0.25
+_OFF: Final = "the outbox drainer is off: set OUTBOX_DRAIN_INTERVAL_SEC above 0"
 _POOL_SIZE: Final = 4
 """Statements at a time: one claims, the others settle. No connection is held while a sink runs."""
 
@@ -77,6 +78,7 @@ class OutboxDrainer:
         self._host: tuple[Database, Listener | None] | None = None
         self._outbox: Outbox | None = None
         self._stack: AsyncExitStack | None = None
+        self._warned = False
         self._running: anyio.CancelScope | None = None
         self._ended = anyio.Event()
         if default_sink is not None:
@@ -133,6 +135,12 @@ class OutboxDrainer:
             batch = self.settings.batch_size
             return await DrainLoop(outbox, batch=batch, interval=0, on_report=self._count).run_dry()
 
+    def warn_of_being_off(self) -> None:
+        """Say, once, that nothing will be drained although there are sinks. For GatewayClient."""
+        if not self._warned and (self.sinks or self.default_sink is not None or self.settings.routes):
+            self._warned = True
+            logger.warning(_OFF)
+
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Drain until cancelled, or until `stop`; `started` when the first try to claim has ended, well or not.
 
@@ -143,7 +151,7 @@ class OutboxDrainer:
         TenancyDeniedError.
         """
         if not self.is_on:
-            raise ConfigurationError("the outbox drainer is off: set OUTBOX_DRAIN_INTERVAL_SEC above 0")
+            raise ConfigurationError(_OFF)
         if self._running is not None:
             raise ConfigurationError("this outbox drainer runs already")
         if not self.sinks and self.default_sink is None:
@@ -175,7 +183,7 @@ class OutboxDrainer:
                 tasks = await stack.enter_async_context(Tasks())
                 await tasks.start(self.run)
             else:
-                logger.info("the outbox drainer is off: OUTBOX_DRAIN_INTERVAL_SEC is 0")
+                self.warn_of_being_off()
             self._stack = stack.pop_all()
         return self
 

@@ -17,7 +17,7 @@ from dispatch_core.errors import ConfigurationError, SchemaMismatchError, Tenanc
 from dispatch_core.migrate import grant, migrate
 from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxSettings
 from dispatch_core.outbox_repository import OutboxRepository
-from gateway_sdk import OutboxDrainer
+from gateway_sdk import GatewayClient, OutboxDrainer
 from tests.support.activity import backends, open_transactions
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
@@ -450,6 +450,24 @@ async def test_it_is_off_by_default_and_drains_by_hand_all_the_same(
         assert await drainer.drain_all() == DrainReport()
     with pytest.raises(ConfigurationError, match="OUTBOX_DRAIN_INTERVAL_SEC"):
         await drainer.run()
+
+
+async def test_a_drainer_that_is_given_and_off_says_so_once_and_does_nothing(
+    database: TestDatabase, admin: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with GatewayClient(database.gateway_dsn):
+        tasks = len(asyncio.all_tasks())
+    assert "drainer is off" not in caplog.text
+    drainer = OutboxDrainer(database.gateway_dsn, default_sink=Recorder())
+    for _ in range(2):
+        async with GatewayClient(database.gateway_dsn, outbox=drainer):
+            assert len(asyncio.all_tasks()) == tasks
+            # A name by which every session of a drainer is known.
+            assert not [b for b in await backends(admin) if "outbox" in b["application_name"]]
+        async with drainer:
+            pass
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if "drainer is off" in r.getMessage()]
+    assert told == [("WARNING", "the outbox drainer is off: set OUTBOX_DRAIN_INTERVAL_SEC above 0")]
 
 
 async def test_by_hand_an_outage_is_an_error(database: TestDatabase) -> None:

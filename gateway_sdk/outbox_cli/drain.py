@@ -196,7 +196,8 @@ async def _with_sinks(what: _What) -> AsyncIterator[OutboxDrainer]:
         yield drainer
         return
     # The client is for the sink alone: it tidies nothing, and drains nothing beside us.
-    quiet = OutboxDrainer(settings=OutboxSettings.load(drain_interval_sec=0))
+    off = OutboxSettings.load().model_copy(update={"drain_interval_sec": 0.0, "routes": {}})
+    quiet = OutboxDrainer(settings=off)
     settings = GatewaySettings.load(sweep_interval_seconds=0)
     if what.is_one and what.dsn is not None:
         await _look_for_dispatch(what.dsn)
