@@ -111,7 +111,14 @@ async def _status(dsn: str, tenants: Sequence[str] | None, kind: str | None) -> 
 
 def list_(
     tenant: TenantsOption = None,
-    state: Annotated[State | None, typer.Option("--state", "-s", help="Only those that stand so.")] = None,
+    state: Annotated[
+        State | None,
+        typer.Option(
+            "--state",
+            "-s",
+            help="Only those that stand so; what status counts as later is ready here, with a due time ahead.",
+        ),
+    ] = None,
     kind: KindOption = None,
     key: KeyOption = None,
     older_than: Annotated[
