@@ -226,7 +226,9 @@ async def test_one_room_is_installed_looked_at_and_made_whole_alone(
     assert (await run("db", "migrate", *dsn)).code == 0
     assert (await run("db", "status", *dsn, "-o", "json")).document["rooms"] == list(load().rooms)
     assert (await run("db", "verify", *dsn)).code == 0
-    assert (await run("db", "migrate", "--only", "nonsense", *dsn)).code == 1
+    for command in (("migrate",), ("migrate", "--sql"), ("status",), ("verify",)):
+        refused = await run("db", *command, "--only", "Outbox", *dsn)
+        assert (refused.code, "no such room: Outbox" in refused.err) == (2, True)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------

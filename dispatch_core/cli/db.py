@@ -27,18 +27,34 @@ from dispatch_core.migrate import plan as plan_steps
 from dispatch_core.migrate import revoke as revoke_login
 from dispatch_core.migrate import status as read_status
 from dispatch_core.migrate import verify as find_problems
+from dispatch_core.migrate.files import load
 
 __all__ = ["db"]
 
 db = typer.Typer(help="The schema in PostgreSQL, and the logins that may use it.", no_args_is_help=True)
 
+
+def _rooms(names: list[str] | None) -> list[str] | None:
+    unknown = sorted(set(names or ()) - set(load().rooms))
+    if unknown:
+        raise typer.BadParameter(f"no such room: {', '.join(unknown)}; there are: {', '.join(load().rooms)}")
+    return names
+
+
 OnlyOption = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="ROOM", help="Install only this room (dispatch, outbox); may be repeated."),
+    typer.Option(
+        "--only", metavar="ROOM", callback=_rooms, help="Install only this room (dispatch, outbox); may be repeated."
+    ),
 ]
 OnlyLookOption = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="ROOM", help="This room must be there; may be repeated. Else: those that are."),
+    typer.Option(
+        "--only",
+        metavar="ROOM",
+        callback=_rooms,
+        help="This room must be there; may be repeated. Else: those that are.",
+    ),
 ]
 
 
