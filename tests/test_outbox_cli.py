@@ -472,6 +472,13 @@ async def test_a_worker_may_nothing_here_and_an_operator_does_not_drain(database
         ended = await outbox(*arguments)
         assert (ended.code, ended.out) == (1, ""), ended.err
         assert "S2R-TENANCY-DENIED" in ended.err
+    assert "needs a grant as gateway; operators do not drain" in ended.err
+
+
+async def test_without_a_dsn_both_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTBOX_DSN")
+    ended = await outbox("status")
+    assert (ended.code, "give --dsn or set OUTBOX_DSN or RELAY_DISPATCH_DSN" in ended.err) == (2, True)
 
 
 async def test_a_database_without_the_room_is_exit_code_four(bare_database: TestDatabase) -> None:
@@ -634,6 +641,7 @@ async def test_drain_that_tells_why_tells_no_url_of_a_webhook(
     ended = await spawn_cli("outbox", "drain", *target, "-v", env={"OUTBOX_DSN": database.gateway_dsn})
     assert ended.code == 1
     assert ended.err.count("example.com answered 500") == 2
+    assert "failed, to be tried again after a pause\n" in ended.err  # and not that -v would tell why
     assert "s3cret" not in ended.err
 
 

@@ -67,7 +67,9 @@ def outbox_dsn(dsn: str | None) -> str:
     Raises: ConfigurationError where there is none.
     """
     own = OutboxSettings.load().dsn if dsn is None else None
-    return resolve_dsn(dsn if own is None else own.get_secret_value() or None)
+    return resolve_dsn(
+        dsn if own is None else own.get_secret_value() or None, settings="OUTBOX_DSN or RELAY_DISPATCH_DSN"
+    )
 
 
 @asynccontextmanager

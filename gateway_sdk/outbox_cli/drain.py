@@ -17,11 +17,21 @@ import typer
 from anyio.abc import TaskStatus
 from rich.table import Column
 
-from dispatch_core.cli.common import FAILED, Output, OutputOption, emit_json, emit_table, note, resolve_dsn, run_async
+from dispatch_core.cli.common import (
+    FAILED,
+    Output,
+    OutputOption,
+    emit_json,
+    emit_table,
+    foreseen_in,
+    note,
+    resolve_dsn,
+    run_async,
+)
 from dispatch_core.cli.load import load_attribute
 from dispatch_core.codec import check_name
 from dispatch_core.database import close_connection, connect
-from dispatch_core.errors import ConfigurationError, SchemaMismatchError
+from dispatch_core.errors import ConfigurationError, SchemaMismatchError, TenancyDeniedError
 from dispatch_core.migrate import check_schema
 from dispatch_core.outbox import DrainReport
 from dispatch_core.settings import CoreSettings, OutboxSettings
@@ -135,8 +145,15 @@ def drain(
         what = _made(route, tenant, outbox_dsn(dsn), dispatch_dsn)
     if watch and not what.drainer.is_on:
         what.drainer.settings = what.drainer.settings.model_copy(update={"drain_interval_sec": WATCH_SECONDS})
-    ended = run_async(_drain, what, watch)
-    _report(ended, format_of(output, json))
+    try:
+        ended = run_async(_drain, what, watch)
+    except Exception as error:
+        if isinstance(denied := foreseen_in(error), TenancyDeniedError):
+            raise TenancyDeniedError(
+                f"{denied}; to drain, it needs a grant as gateway; operators do not drain"
+            ) from error
+        raise
+    _report(ended, format_of(output, json), verbose=verbose)
     if ended.signal is not None and not watch:
         raise typer.Exit(128 + ended.signal)
     if not _all_is_well(ended.report):
@@ -285,7 +302,7 @@ async def _left(what: _What) -> list[str]:
 # --- how it ended -----------------------------------------------------------------------------------------------------
 
 
-def _report(ended: _Ended, output: Output) -> None:
+def _report(ended: _Ended, output: Output, *, verbose: bool) -> None:
     report = ended.report
     if output is Output.JSON:
         emit_json({**asdict(report), "left_kinds": ended.left})
@@ -294,9 +311,8 @@ def _report(ended: _Ended, output: Output) -> None:
     else:
         emit_table([Column(name, justify="right") for name in _COUNTS], [[f"{getattr(report, n):,}" for n in _COUNTS]])
     if report.failed:
-        note(
-            f"{amount(report.failed, 'delivery', 'deliveries')} failed, to be tried again after a pause (-v tells why)"
-        )
+        why = "" if verbose else " (-v tells why)"
+        note(f"{amount(report.failed, 'delivery', 'deliveries')} failed, to be tried again after a pause{why}")
     if report.parked or report.expired:
         note(f"{amount(report.parked + report.expired)} parked: relay-dispatch outbox list --state parked")
     if report.stale:
