@@ -270,3 +270,14 @@ async def test_a_turn_that_is_lost_just_after_a_search_is_found_without_the_poll
         await eventually(are_settled)
         await writer.execute("commit")
         await eventually(lambda: "2" in sink.payloads)
+
+
+async def test_claims_that_are_taken_back_together_are_a_microsecond_apart(
+    gateway: Connection, admin: Connection
+) -> None:
+    """As those of one statement are: else the rest of them lay at the cursor that the first ones have set."""
+    await write(gateway, 1, 2, 3)
+    await take(gateway, by="dead")
+    await make_stale(admin)
+    assert (await tidy(gateway)).reclaimed == 3
+    assert await admin.fetchval(f"select count(distinct available_at) from {OUTBOX} where available_at <= now()") == 3

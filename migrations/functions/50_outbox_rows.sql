@@ -60,9 +60,11 @@ begin
   return query
   with input as materialized (
     select h.n, h.row_id, p_outcomes[h.n] as outcome, p_errors[h.n] as error,
-           case when p_outcomes[h.n] <> 'release' then p_at + coalesce(p_delays[h.n], interval '0')
+           -- A microsecond apart, for the cursors of claims: what is at a cursor is not looked at.
+           case when p_outcomes[h.n] <> 'release'
+                then p_at + coalesce(p_delays[h.n], interval '0') + (h.i - cardinality(p_ns)) * interval '1 us'
                 when p_delays[h.n] > interval '0' then p_at + p_delays[h.n] end as available_at
-    from unnest(p_ns, p_rows) as h (n, row_id)
+    from unnest(p_ns, p_rows) with ordinality as h (n, row_id, i)
   )
   update relay.outbox o
   set state = case when i.outcome in ('park', 'late') or i.outcome = 'failed' and o.attempts + 1 >= p_max_attempts
