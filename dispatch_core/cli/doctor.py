@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from pydantic import SecretStr
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -69,9 +68,11 @@ def doctor(
     code = 0
     try:
         events = OutboxSettings.load()
-        events_dsn, events_listen_dsn = _text(events.dsn), _text(events.listen_dsn)
-        if dsn is None and _text(CoreSettings.load().dsn) is None and events_dsn is not None:
-            dsn, listen_dsn = events_dsn, listen_dsn or events_listen_dsn
+        events_dsn = events.dsn.get_secret_value() if events.dsn else None
+        if dsn is None and events_dsn is not None and not CoreSettings.load().dsn:
+            dsn = events_dsn
+            if listen_dsn is None and events.listen_dsn:
+                listen_dsn = events.listen_dsn.get_secret_value()
         dsn = resolve_dsn(dsn, settings="RELAY_DISPATCH_DSN, or OUTBOX_DSN")
         findings = run_async(examine, dsn, resolve_listen_dsn(listen_dsn), outbox_dsn=events_dsn, timeout=timeout)
     except DatabaseUnavailableError as error:
@@ -88,10 +89,6 @@ def doctor(
     else:
         _print(findings, result_console())
     raise typer.Exit(code)
-
-
-def _text(setting: SecretStr | None) -> str | None:
-    return (setting.get_secret_value() or None) if setting is not None else None
 
 
 def _print(findings: list[Finding], console: Console) -> None:
