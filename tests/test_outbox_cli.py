@@ -398,10 +398,11 @@ async def test_at_a_terminal_purge_asks_and_shows_how_far_it_is(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:
     await parked(gateway, "x", "y")
-    ask = ("purge", "--older-than", "0s")
+    await admin.execute(f"update {OUTBOX} set parked_at = parked_at - interval '31 days'")
+    ask = ("purge", "--older-than", "30d")
     code, out, shown = await anyio.to_thread.run_sync(lambda: at_a_terminal(database, *ask, answer="n\n"))
     assert (code, out) == (1, "")
-    assert "Remove 2 parked events of tenant acme for good? [y/N]" in shown
+    assert "Remove 2 parked events of tenant acme, parked for more than 30 days, for good? [y/N]" in shown
     assert "nothing was changed" in shown
     assert len(await states(admin)) == 2
     code, out, shown = await anyio.to_thread.run_sync(lambda: at_a_terminal(database, *ask, answer="y\n"))
