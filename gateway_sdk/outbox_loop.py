@@ -119,9 +119,14 @@ class DrainLoop:
                 self._stirred = anyio.Event()
                 if await self._claim(tasks):
                     continue
-                if not self._in_hand.total() and not self._stirred.is_set():
+                if self._in_hand.total() or self._stirred.is_set():
+                    await self._stirred.wait()
+                elif self._outbox.knows_more:
+                    # Nothing above the cursors, and a claim from the beginning, which would tell, is not allowed yet.
+                    with anyio.move_on_after(_SEARCH_SECONDS):
+                        await self._stirred.wait()
+                else:
                     break
-                await self._stirred.wait()
         if self._error is not None:
             raise self._error
         return self.total
