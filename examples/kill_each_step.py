@@ -35,6 +35,7 @@ SETTINGS = {
     "OUTBOX_DRAIN_INTERVAL_SEC": "0.2",
     "OUTBOX_STALE_CLAIM_SECONDS": "1.5",
     "OUTBOX_SINK_TIMEOUT_SECONDS": "0.45",
+    "GATEWAY_WRITE_TIMEOUT_SECONDS": "0.45",  # not above that of the sink that writes
     "RELAY_LEASE_SECONDS": "1.5",
     "RELAY_POLL_SECONDS": "0.2",
     "RELAY_SWEEP_SECONDS": "0.2",
