@@ -49,6 +49,7 @@ class Load:
         self.refused: list[DatabaseUnavailableError] = []
         self.slowest = 0.0
         self._stopped = anyio.Event()
+        self.ended = anyio.Event()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -62,6 +63,7 @@ class Load:
                 number += 1
                 at += 1 / JOBS_PER_SECOND
                 await anyio.sleep(max(0.0, at - time.monotonic()))
+        self.ended.set()
 
     async def send_long(self, seconds: float, count: int) -> list[UUID]:
         job_ids = [await self.acme.enqueue("erp", "Work", body=str(seconds)) for _ in range(count)]
@@ -245,6 +247,9 @@ async def test_connections_that_are_cut_and_stall_under_load_lose_nothing_and_re
             relays_way.reset_all()
             gateways_way.reset_all()
             load.stop()
+            # A job is stored before its sender is told, who may have to ask again.
+            with anyio.fail_after(20):
+                await load.ended.wait()
             assert load.refused == []
             await audit(database, load, journal)
             await answers_by_notify(client, here)

@@ -15,7 +15,7 @@ import pytest
 from dispatch_core.database import Database
 from dispatch_core.errors import ConfigurationError, SchemaMismatchError, TenancyDeniedError
 from dispatch_core.migrate import grant, migrate
-from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxSettings
+from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxPark, OutboxSettings
 from dispatch_core.outbox_repository import OutboxRepository
 from gateway_sdk import GatewayClient, OutboxDrainer
 from tests.support.activity import backends, open_transactions
@@ -436,7 +436,7 @@ async def test_what_is_refused_while_it_runs_is_waited_out_and_said_once(
 async def test_it_is_off_by_default_and_drains_by_hand_all_the_same(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:
-    sink = Recorder({"bad": ValueError("no")})
+    sink = Recorder({"bad": OutboxPark("no")})
     drainer = OutboxDrainer(database.gateway_dsn, default_sink=sink)
     assert not drainer.is_on
     tasks = len(asyncio.all_tasks())
@@ -446,7 +446,7 @@ async def test_it_is_off_by_default_and_drains_by_hand_all_the_same(
         await write(gateway, *range(250), "bad")
         assert (await drainer.drain_once()).claimed == 100
         report = await drainer.drain_all()
-        assert (report.claimed, report.delivered, report.failed) == (151, 150, 1)
+        assert (report.claimed, report.delivered, report.parked) == (151, 150, 1)
         assert await drainer.drain_all() == DrainReport()
     with pytest.raises(ConfigurationError, match="OUTBOX_DRAIN_INTERVAL_SEC"):
         await drainer.run()
