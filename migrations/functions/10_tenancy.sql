@@ -7,6 +7,7 @@
 --   relay.grant_binding(login, kind, …)      for operators of the database
 --   relay.revoke_binding(login, kind, …)
 --   relay.now()                              the clock that every deadline and lease is measured by
+--   relay.session_age()                      how long this session has been connected
 --
 -- Functions are owned by relay_api, which owns no table, is not a superuser and has no BYPASSRLS: row security binds them.
 
@@ -125,3 +126,12 @@ create or replace function relay.now() returns timestamptz
 language sql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$ select clock_timestamp() $$;
+
+-- Guarantees: the age of this session, as the server counts it; null where it cannot be told.
+-- SECURITY INVOKER, because a session may see its own start and nobody else's.
+create or replace function relay.session_age() returns interval
+language sql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+  select clock_timestamp() - a.backend_start from pg_stat_get_activity(pg_backend_pid()) a
+$$;

@@ -5,6 +5,8 @@
 --   wake channel    one per (tenant, relay): '' = there is work; job ids = jobs that were withdrawn
 --   result channel  one per tenant: job ids that have ended
 --   outbox channel  one per tenant, and one for who drains all tenants: '' = there is an event
+--   durable channel one per tenant, for relays: '' = there may be a chunk; job ids = the status of these durable jobs changed
+--   durable watch   one per tenant, for gateways: ids of durable jobs that are further than they were, or have another status
 --
 -- LISTEN and NOTIFY know no rights. So a name is a digest over a secret of this installation, and is told only to a
 -- login that is bound; ringing goes through relay.ring, which tells no name to anybody. Advisory locks know no rights either:
@@ -26,8 +28,9 @@ begin
                                   'UTF8')), 'hex'), 40);
 end $$;
 
--- Guarantees: the channel's name, for a login that may listen there: 'wake' needs a binding for tenant and relay, 'result' and
---   'outbox' one as gateway or operator for the tenant, 'outbox_all', which names no tenant, one as gateway or operator for all.
+-- Guarantees: the channel's name, for a login that may listen there: 'wake' needs a binding for tenant and relay, 'durable' one
+--   as worker for the tenant, 'result', 'outbox' and 'durable_watch' one as gateway or operator for the tenant, 'outbox_all', which
+--   names no tenant, one as gateway or operator for all.
 -- Errors: S2001, S2002, S2003, S2020 (an unknown kind).
 create or replace function relay.channel(p_kind text, p_tenant text, p_relay text default null) returns text
 language plpgsql security definer
@@ -48,19 +51,24 @@ begin
   perform relay.unbind_tenant(v_before);
   if p_kind = 'wake' and p_relay <> '' then
     return relay.channel_name('wake', v_tenant, p_relay);
-  elsif p_kind in ('result', 'outbox') and p_relay is null then
+  elsif p_kind in ('result', 'outbox', 'durable_watch') and p_relay is null then
     if not relay.login_is(array['gateway', 'operator'], v_tenant) then
       raise exception 'login % may not listen for the % of this tenant', session_user,
-        case when p_kind = 'result' then 'results' else 'events' end using errcode = 'S2003';
+        case p_kind when 'result' then 'results' when 'outbox' then 'events' else 'durable jobs' end using errcode = 'S2003';
     end if;
     return relay.channel_name(p_kind, v_tenant, null);
+  elsif p_kind = 'durable' and p_relay is null then
+    -- Chunks are a tenant's, whichever relay a worker is bound to besides.
+    perform relay.unbind_tenant(relay.bind_tenant(v_tenant, null, '{worker}'));
+    return relay.channel_name(p_kind, v_tenant, null);
   end if;
-  raise exception 'channel kind must be wake (with a relay), result or outbox (without), or outbox_all (without a tenant too)'
+  raise exception 'channel kind must be wake (with a relay), result, outbox, durable or durable_watch (without), or outbox_all (without a tenant too)'
     using errcode = 'S2020';
 end $$;
 
 -- Guarantees: one NOTIFY a row, at this transaction's commit. The arrays go side by side:
---   kind 'wake' (tenant, relay, no payload), 'cancel' (tenant, relay, ids), 'result' (tenant, ids). A payload is job ids in 32
+--   kind 'wake' (tenant, relay, no payload), 'cancel' (tenant, relay, ids), 'result' and 'durable_watch' (tenant, ids), 'durable' (tenant,
+--   ids or no payload). A payload is job ids in 32
 --   lower-case hex digits each, joined by commas: at most 200 of them, 33 bytes each, stay below the 8000 bytes that a NOTIFY
 --   may carry, and nothing else can be sent by way of this function. Ringing for nothing is harmless.
 -- Errors: S2001, S2002; S2003 when the login is not bound to one of the tenants or relays; S2020 an unknown kind, a wake or
@@ -77,22 +85,23 @@ declare
   v_count bigint := 0;
 begin
   for v_ring in
-    select r.kind, r.tenant, case when r.kind <> 'result' then coalesce(r.relay, '') end as relay,
+    select r.kind, r.tenant, case when r.kind in ('wake', 'cancel') then coalesce(r.relay, '') end as relay,
            coalesce(r.payload, '') as payload
     from unnest(p_kinds, p_tenants, p_relays, p_payloads) as r (kind, tenant, relay, payload)
   loop
     if v_ring.relay = '' or (case when v_ring.kind = 'wake' then v_ring.payload <> ''
-                                  when v_ring.kind in ('cancel', 'result') then
+                                  when v_ring.kind = 'durable' and v_ring.payload = '' then false
+                                  when v_ring.kind in ('cancel', 'result', 'durable', 'durable_watch') then
                                     octet_length(v_ring.payload) > 6600
                                     or v_ring.payload !~ '^[0-9a-f]{32}(,[0-9a-f]{32})*\Z'
                                   else true end)
     then
-      raise exception 'a ring is a wake or cancel, with a relay, or a result, and its payload 1 to 200 job ids, a wake''s none'
+      raise exception 'a ring is a wake or cancel, with a relay, a result, durable or durable_watch, and its payload 1 to 200 job ids, a wake''s none'
         using errcode = 'S2020';
     end if;
     v_before := relay.bind_tenant(v_ring.tenant, v_ring.relay);
     perform pg_notify(
-      relay.channel_name(case when v_ring.kind = 'result' then 'result' else 'wake' end,
+      relay.channel_name(case when v_ring.kind = 'cancel' then 'wake' else v_ring.kind end,
                          coalesce(v_ring.tenant, v_before), v_ring.relay), v_ring.payload);
     perform relay.unbind_tenant(v_before);
     v_count := v_count + 1;

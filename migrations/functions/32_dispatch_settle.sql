@@ -255,15 +255,6 @@ as $$
     array_fill('the relay stopped while the handler ran, and no attempt is left'::text, array[cardinality(p_job_ids)])) r
 $$;
 
--- Guarantees: the age of this session, as the server counts it; null where it cannot be told.
--- SECURITY INVOKER, because a session may see its own start and nobody else's.
-create or replace function relay.session_age() returns interval
-language sql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-  select clock_timestamp() - a.backend_start from pg_stat_get_activity(pg_backend_pid()) a
-$$;
-
 -- Guarantees: takes back at most p_limit claims of the tenant (p_relay null = of all its relays) whose lease has run out: with
 --   attempts left they are pending at once, else they end 'failed', S2R-LEASE-LOST, or 'expired' past their deadline.
 --   A claim that is being renewed, completed or released at this moment is not touched.

@@ -16,5 +16,5 @@ begin
 end $$;
 
 grant execute on function
-  relay.now(), relay.my_bindings(), relay.channel(text, text, text), relay.ring(text[], text[], text[], text[])
+  relay.now(), relay.session_age(), relay.my_bindings(), relay.channel(text, text, text), relay.ring(text[], text[], text[], text[])
 to relay_gateway, relay_worker, relay_operator;

@@ -4,7 +4,7 @@
 -- Who may call the verbs of the dispatch room. (40_sweep_listing.sql gives the rights on its own function.)
 
 grant execute on function
-  relay.session_age(), relay.reclaim(text, text[], bigint, interval), relay.reclaim_lost(text, text, bigint),
+  relay.reclaim(text, text[], bigint, interval), relay.reclaim_lost(text, text, bigint),
   relay.expire_late(text, text, bigint), relay.sweep_turn(text, interval), relay.sweep_again(text),
   relay.run_sweeps(text, bigint, interval, interval, interval[])
 to relay_gateway, relay_worker, relay_operator;
