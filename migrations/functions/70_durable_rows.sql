@@ -194,9 +194,10 @@ begin
      where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = 'running' order by c.seq limit 1), false);
 end $$;
 
--- Guarantees: where the job has begun or waits, and nothing of it can run any more, it ends: needs_review where a chunk waits for a
---   person, else failed where chunks failed and none is done, completed_with_errors where chunks or rows failed, completed else; with its event, its
---   exact counters, and a wake-up to those who watch, in this transaction. A job that has ended already has its counters put
+-- Guarantees: where the job has not ended, and nothing of it can run any more, it ends: needs_review where a chunk waits for a
+--   person; else failed where none is done and some failed, cancelled where none is done and some were cancelled,
+--   completed_with_errors where chunks or rows failed, completed else; with its event, its exact counters, and a wake-up to
+--   those who watch, in this transaction. A job that has ended already has its counters put
 --   right. One without chunks ends only where p_empty: else it may be about to get them. Returns the job as it is then.
 -- Locks: the caller has the job's row FOR UPDATE.
 create or replace function relay.durable_conclude(
@@ -215,7 +216,8 @@ begin
   end if;
   v_status := case when v_job.chunks_needs_review > 0 then 'needs_review'
                    when v_job.chunks_failed > 0 and v_job.chunks_done = 0 then 'failed'
-                   when v_job.chunks_failed > 0 or v_job.rows_failed > 0 then 'completed_with_errors'
+                   when v_job.chunks_cancelled > 0 and v_job.chunks_done = 0 then 'cancelled'
+                   when v_job.chunks_failed + v_job.chunks_cancelled + v_job.rows_failed > 0 then 'completed_with_errors'
                    else 'completed' end;
   if v_status <> v_job.status then
     v_job := relay.durable_turn_to(p_tenant, p_job_id, v_status);

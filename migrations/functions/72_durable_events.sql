@@ -36,12 +36,12 @@ declare
   v_status text;
 begin
   select j.status into v_status from relay.durable_job j where j.tenant_id = v_tenant and j.job_id = p_job_id;
-  if v_status <> 'removing' then
+  if v_status not in ('submitting', 'removing') then
     perform relay.durable_tell(
       v_tenant, p_job_id, p_type, array[p_seq], p_actor, p_channel, array[p_holder], array[p_detail]);
   end if;
   perform relay.unbind_tenant(v_before);
-  return coalesce(v_status <> 'removing', false);
+  return coalesce(v_status not in ('submitting', 'removing'), false);
 end $$;
 
 -- Guarantees: the snapshot of the statement that asks, and in it the asking transaction as one that has not ended. (By itself

@@ -225,7 +225,7 @@ begin
                 where c.tenant_id = v_tenant and c.job_id = b.job_id and c.status in ('pending', 'retry')
                   and c.available_at is null
                 order by c.seq limit 1) h
-              limit v_look) j
+              order by b.rank, b.job_seq, b.job_id limit v_look) j
             where k.most > 0) o
           order by o.rank, o.job_seq, o.job_id limit v_look
         loop
@@ -400,7 +400,7 @@ begin
         select c.seq, c.lease_version from relay.durable_chunk c
         where c.tenant_id = v_tenant and c.job_id = b.job_id and c.status in ('pending', 'retry') and c.available_at is null
         order by c.seq limit p_limit) h
-      limit p_limit) o
+      order by b.rank, b.job_seq, b.job_id limit p_limit) o
     order by o.rank, o.job_seq, o.job_id, o.seq limit p_limit;
   end if;
   perform relay.unbind_tenant(v_before);

@@ -324,6 +324,7 @@ declare
   v_tenant text := coalesce(p_tenant, v_before);
   v_rows   tid[];
   v_count  bigint := 0;
+  v_status text;
 begin
   if not coalesce(p_from <@ '{pending,running,retry,done,failed,needs_review,cancelled}'
                   and p_to in ('pending', 'retry', 'done', 'failed', 'needs_review', 'cancelled'), false) then
@@ -333,12 +334,15 @@ begin
      or p_extra ->> 'attempts' <> 'reset' then
     raise exception 'of a chunk only last_error can be written, and attempts be reset' using errcode = 'S2020';
   end if;
-  perform 1 from relay.durable_job j where j.tenant_id = v_tenant and j.job_id = p_job_id for key share;
-  select array_agg(l.row_id) into v_rows
-  from (select c.ctid as row_id from relay.durable_chunk c
-        where c.tenant_id = v_tenant and c.job_id = p_job_id and c.status = any (p_from)
-          and (p_seqs is null or c.seq = any (p_seqs))
-        order by c.seq offset 0 for update) l;
+  select j.status into v_status from relay.durable_job j
+  where j.tenant_id = v_tenant and j.job_id = p_job_id for key share;
+  if v_status not in ('submitting', 'removing') then
+    select array_agg(l.row_id) into v_rows
+    from (select c.ctid as row_id from relay.durable_chunk c
+          where c.tenant_id = v_tenant and c.job_id = p_job_id and c.status = any (p_from)
+            and (p_seqs is null or c.seq = any (p_seqs))
+          order by c.seq offset 0 for update) l;
+  end if;
   if v_rows is not null then
     v_count := relay.durable_move(
       v_tenant, clock_timestamp(), v_rows, p_to, coalesce(p_extra ->> 'attempts', 'keep'), null, p_extra ->> 'last_error');
