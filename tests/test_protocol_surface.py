@@ -12,8 +12,8 @@ from tests.support.verbs import MAY_CALL
 
 pytestmark = pytest.mark.invariant("I4")
 
-# Run as the caller: two ask for the age of his own session, which nobody else may see, and one calls those two.
-AS_THE_CALLER = {"reclaim", "run_sweeps", "session_age"}
+# Run as the caller: two ask for the age of his own session, which nobody else may see, and two call those.
+AS_THE_CALLER = {"reclaim", "run_sweeps", "session_age", "durable_run_sweeps"}
 # Called inside of verbs alone, which have pinned their search_path and run as relay_api already.
 INSIDE_OF_VERBS = {
     "bind_tenant",
@@ -37,11 +37,37 @@ INSIDE_OF_VERBS = {
     "outbox_last",
     "outbox_restart",
     "outbox_matching",
+    "durable_move",
+    "durable_renew",
+    "durable_done",
+    "durable_tell",
+    "durable_count",
+    "durable_turn_to",
+    "durable_has_open",
+    "durable_conclude",
+    "durable_ring",
+    "durable_snapshot",
+    "durable_promote",
+    "durable_run",
+    "durable_take",
+    "durable_start",
+    "durable_hold",
+    "durable_may",
+    "durable_sweep_chunks",
+    "durable_check_extra",
+    "durable_write_extra",
+    "durable_matches",
+    "durable_meets",
+    "durable_drop",
 }
 # What a policy calls is called by whoever reads the table.
 BY_EVERYBODY = {"bound_tenant", "row_tenant"}
-COMMON = {"now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due"}
+COMMON = {
+    "now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due",
+    "durable_sweep_turn", "durable_run_sweeps", "durable_tenants_due",
+}  # fmt: skip
 BY_ALL_BUT_WORKERS = {"outbox_tenants"}
+BY_WORKERS = {"durable_tenants"}
 
 
 async def _functions(admin: Connection) -> list[asyncpg.Record]:
@@ -93,7 +119,9 @@ async def test_functions_are_owned_by_a_role_that_owns_no_table_and_tables_by_on
 ) -> None:
     owners = {r["name"]: r["owner"] for r in await _functions(admin)}
     assert {name for name, owner in owners.items() if owner == "relay_owner"} == BY_EVERYBODY
-    assert {name for name, owner in owners.items() if owner == "relay_sweep"} == {"tenants_due", "outbox_tenants"}
+    assert {name for name, owner in owners.items() if owner == "relay_sweep"} == {
+        "tenants_due", "outbox_tenants", "durable_tenants", "durable_tenants_due"
+    }  # fmt: skip
     assert set(owners.values()) == {"relay_owner", "relay_sweep", "relay_api"}
     relations = await admin.fetch(
         """select relname, relowner::regrole::text as owner from pg_class
@@ -130,7 +158,7 @@ async def test_each_kind_of_login_may_execute_its_verbs_and_nothing_else(admin: 
     for kind, verbs in MAY_CALL.items():
         allowed = {r["name"] for r in functions if kind in r["kinds"]}
         assert allowed == {
-            *verbs, *COMMON, *BY_EVERYBODY, *(BY_ALL_BUT_WORKERS if kind != "worker" else ())
+            *verbs, *COMMON, *BY_EVERYBODY, *(BY_ALL_BUT_WORKERS if kind != "worker" else BY_WORKERS)
         }, kind  # fmt: skip
 
 

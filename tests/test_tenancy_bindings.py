@@ -15,7 +15,7 @@ from tests.support.protocol import (
     logins,
     snapshot,
 )
-from tests.support.verbs import GATEWAY_VERBS, MAY_CALL, WORKER_VERBS, sqlstate, verbs
+from tests.support.verbs import GATEWAY_VERBS, MAY_CALL, OF_NOTHING, WITHOUT_RELAY, WORKER_VERBS, sqlstate, verbs
 
 pytestmark = pytest.mark.invariant("I4")
 
@@ -36,6 +36,8 @@ async def test_each_verb_is_refused_for_every_tenant_and_relay_that_the_login_is
         for tenant, relay, job in others:
             calls_of = verbs(tenant, relay, job.job_id)
             for name in MAY_CALL["worker"]:
+                if tenant == "a" and name in WITHOUT_RELAY:
+                    continue
                 assert await sqlstate(bound_worker, calls_of[name], roll_back=False) == "S2003", (name, tenant, relay)
         calls_of = verbs("b", "one", others[1][2].job_id)
         for connection, names in (
@@ -52,7 +54,7 @@ async def test_each_verb_is_refused_for_every_tenant_and_relay_that_the_login_is
             (bound_operator, MAY_CALL["operator"]),
         ):
             for name in names:
-                assert await sqlstate(connection, calls_of[name]) is None, name
+                assert await sqlstate(connection, calls_of[name]) == OF_NOTHING.get(name), name
 
 
 async def test_a_login_without_any_binding_is_denied_by_every_verb_it_may_call(

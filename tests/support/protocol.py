@@ -25,7 +25,8 @@ REQUEST = "relay.s2r_relay_dispatch_request"
 RESULT = "relay.s2r_relay_dispatch_result"
 KEY = "relay.s2r_relay_dispatch_key"
 OUTBOX = "relay.outbox"
-TENANT_TABLES = (REQUEST, QUEUE, RESULT, KEY, OUTBOX)
+DURABLE_TABLES = tuple(f"relay.durable_{name}" for name in ("job", "chunk", "row_error", "event"))
+TENANT_TABLES = (REQUEST, QUEUE, RESULT, KEY, OUTBOX, *DURABLE_TABLES)
 
 
 @asynccontextmanager

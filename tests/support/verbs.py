@@ -69,22 +69,82 @@ def verbs(tenant: str | None, relay: str | None, job_id: UUID) -> dict[str, tupl
         "outbox_show": ("relay.outbox_show($1, $2)", [tenant, job_id]),
         "outbox_status": ("relay.outbox_status($1)", [tenant]),
         "outbox_health": ("relay.outbox_health($1)", [tenant]),
+        **_durable(tenant, job_id),
     }
+
+
+def _durable(tenant: str | None, job_id: UUID) -> dict[str, tuple[str, list[Any]]]:
+    one, lease = [tenant, job_id], [tenant, job_id, job_id]
+    many = [[tenant], [job_id], [job_id]]
+    calls: dict[str, tuple[str, list[Any]]] = {
+        "insert_job": ("$1, $2, 'kind', '{}', true, 3, 0, 'me'", [tenant, uuid4()]),
+        "insert_chunks": ("$1, $2, '[]', 1", one),
+        "seal": ("$1, $2", one),
+        "abandon": ("$1, $2", one),
+        "jobs": ("$1, $2", [tenant, [job_id]]),
+        "chunks": ("$1, $2", one),
+        "row_errors": ("$1, $2, 10", one),
+        "events": ("$1, $2, null, 10", one),
+        "query": ("$1, 'job'", [tenant]),
+        "record_event": ("$1, $2, null, 'note', null, null, null, null", one),
+        "set_job_status": ("$1, $2, '{queued}', 'running'", one),
+        "update_job": ("$1, $2, '{}'", one),
+        "set_chunk_statuses": ("$1, $2, '{pending}', 'cancelled'", one),
+        "finish": ("$1, $2", [tenant, [job_id]]),
+        "refresh_counters": ("$1, $2", one),
+        "reap": ("$1, 'me', 10", [tenant]),
+        "finish_lost": ("$1, 10", [tenant]),
+        "control": ("$1, $2, 'pause'", one),
+        "resolve": ("$1, $2, 1, 'done', 'me'", one),
+        "retire": ("$1, '0 s', '0 s', 10", [tenant]),
+        "remove": ("$1, 10", [tenant]),
+        "claim": ("$1, '{kind}', null, 10, $2, $3, $4", [[tenant], ME, uuid4(), _SECONDS]),
+        "claim_next": ("$1, $2, 10, $3, $4, $5", [*one, ME, uuid4(), _SECONDS]),
+        "claim_chunk": ("$1, $2, 1, 0, $3, $4, $5", [*one, ME, uuid4(), _SECONDS]),
+        "claim_again": ("$1, $2", [[tenant], job_id]),
+        "candidates": ("$1, '{kind}', 10", [tenant]),
+        "heartbeat": ("$1, $2, '{1}', $3, '{1}', $4", [*many, _SECONDS]),
+        "checkpoint": ("$1, $2, 1, $3, 1, '{}'", lease),
+        "complete": ("$1, $2, 1, $3, 1, '{}'", lease),
+        "complete_many": ("$1, $2, '{1}', $3, '{1}', '{1}'", many),
+        "fail": ("$1, $2, 1, $3, 1, 'm', true", lease),
+        "release": ("$1, $2, '{1}', $3, '{1}'", many),
+        "row_errors_add": ("$1, $2, 1, $3, 1, '[]'", lease),
+    }
+    return {f"durable_{name}": (f"relay.durable_{name}({text})", given) for name, (text, given) in calls.items()}
 
 
 OPERATOR_VERBS: Verbs = (
     "poll", "list_jobs", "backlog", "mark_expired", "purge", "outbox_retry", "outbox_park",
     "outbox_retry_parked", "outbox_purge", "outbox_list", "outbox_count", "outbox_show", "outbox_status",
-    "outbox_health",
+    "outbox_health", "durable_control", "durable_resolve", "durable_retire", "durable_remove",
 )  # fmt: skip
 GATEWAY_VERBS: Verbs = (
     "enqueue", "enqueue_keyed", "outbox_enqueue", "outbox_enqueue_many", "outbox_due", "outbox_claim", "outbox_unclaim",
-    "outbox_settle", *OPERATOR_VERBS,
+    "outbox_settle", "durable_insert_job", "durable_insert_chunks", "durable_seal", "durable_abandon", *OPERATOR_VERBS,
 )  # fmt: skip
 WORKER_VERBS: Verbs = (
     "claim", "claim_again", "fetch_body", "heartbeat", "complete", "retry", "release", "promote_due",
+    "durable_claim", "durable_claim_next", "durable_claim_chunk", "durable_claim_again", "durable_candidates",
+    "durable_heartbeat", "durable_checkpoint", "durable_complete", "durable_complete_many", "durable_fail",
+    "durable_release", "durable_row_errors_add",
 )  # fmt: skip
-COMMON_VERBS: Verbs = ("reclaim", "reclaim_lost", "expire_late", "channel", "ring")
+COMMON_VERBS: Verbs = (
+    "reclaim", "reclaim_lost", "expire_late", "channel", "ring",
+    "durable_jobs", "durable_chunks", "durable_row_errors", "durable_events", "durable_query", "durable_record_event",
+    "durable_set_job_status", "durable_update_job", "durable_set_chunk_statuses", "durable_finish",
+    "durable_refresh_counters", "durable_reap", "durable_finish_lost",
+)  # fmt: skip
+# Chunks are a tenant's and no relay's: a worker that is bound to one relay of a tenant may work on them.
+WITHOUT_RELAY = frozenset(name for name in (*WORKER_VERBS, *COMMON_VERBS) if name.startswith("durable_"))
+# What a verb says of a durable job or a lease that there is not; the others say nothing of it.
+OF_NOTHING = {
+    "durable_insert_chunks": "S2030",
+    "durable_seal": "S2030",
+    "durable_checkpoint": "S2041",
+    "durable_complete": "S2041",
+    "durable_row_errors_add": "S2041",
+}
 # What each kind of login may call.
 MAY_CALL: dict[str, Verbs] = {
     "gateway": (*GATEWAY_VERBS, *COMMON_VERBS),
