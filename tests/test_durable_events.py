@@ -56,14 +56,13 @@ async def test_an_event_that_commits_late_is_read_once_though_later_ones_were_re
 
 
 async def test_somebodys_long_transaction_hides_nothing(database: TestDatabase, gateway: Connection) -> None:
-    async with connected(database.admin_dsn) as old:
-        async with old.transaction():
-            await old.execute("create table public.t (n bigint)")
-            job_id = await durable.submit(gateway)
-            await durable.control(gateway, job_id, "cancel")
-            assert await durable.told(gateway, job_id) == ["submitted", "cancelled"]
-            cursor = (await durable.events(gateway, job_id))[1]
-            assert (await durable.events(gateway, job_id, cursor))[0] == []
+    async with connected(database.admin_dsn) as old, old.transaction():
+        await old.execute("create table public.t (n bigint)")
+        job_id = await durable.submit(gateway)
+        await durable.control(gateway, job_id, "cancel")
+        assert await durable.told(gateway, job_id) == ["submitted", "cancelled"]
+        cursor = (await durable.events(gateway, job_id))[1]
+        assert (await durable.events(gateway, job_id, cursor))[0] == []
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -146,11 +145,10 @@ async def test_an_event_from_the_side_waits_for_nobody(
     database: TestDatabase, gateway: Connection, admin: Connection
 ) -> None:
     job_id = await durable.submit(gateway)
-    async with connected(database.admin_dsn) as holder:
-        async with holder.transaction():
-            await holder.execute(f"select 1 from {JOB} where job_id = $1 for update", job_id)
-            await gateway.execute("set lock_timeout = '1ms'")
-            assert await _tell(gateway, job_id, "beside") is True
+    async with connected(database.admin_dsn) as holder, holder.transaction():
+        await holder.execute(f"select 1 from {JOB} where job_id = $1 for update", job_id)
+        await gateway.execute("set lock_timeout = '1ms'")
+        assert await _tell(gateway, job_id, "beside") is True
     assert await _tell(gateway, uuid4(), "nowhere") is False
     assert await durable.told(gateway, job_id) == ["submitted", "note"]
     assert await admin.fetchval(f"select count(*) from {EVENT}") == 2
@@ -227,7 +225,7 @@ async def test_claims_and_completions_tell_without_the_jobs_lock(
     async with connected(database.gateway_dsn) as holder:
         transaction = holder.transaction()
         await transaction.start()
-        await holder.execute("select relay.durable_update_job($1, $2, '{\"last_error\": \"x\"}')", TENANT, job_id)
+        await holder.execute('select relay.durable_update_job($1, $2, \'{"last_error": "x"}\')', TENANT, job_id)
         await worker.execute("set lock_timeout = '1ms'")
         assert await durable.heartbeat(worker, *leases) == ["applied"] * 2
         await durable.checkpoint(worker, leases[0], 1)

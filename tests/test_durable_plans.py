@@ -26,20 +26,24 @@ async def _fill(admin: Connection, chunks: int = 20_000) -> None:
     """A large job, half of it done; 2,000 that ended; 300 paused; 50 of which all chunks are under way."""
     await admin.execute(
         f"""
-        insert into {JOB} (tenant_id, job_id, kind, params, idempotent, max_attempts, rank, job_seq, status, counted_at,
-                           chunks_total, created_at, updated_at, ended_at)
+        insert into {JOB}
+          (tenant_id, job_id, kind, params, idempotent, max_attempts, rank, job_seq, status, counted_at, chunks_total,
+           created_at, updated_at, ended_at)
           select 'acme', case when i = 0 then '{_BIG}'::uuid else gen_random_uuid() end, '{KIND}', '{{}}', true, 3, 0,
                  case when i = 0 then 10000000 else i end,
-                 case when i = 0 then 'running' when i <= 2000 then 'completed' when i <= 2300 then 'paused' else 'running' end,
+                 case when i between 1 and 2000 then 'completed' when i between 2001 and 2300 then 'paused'
+                      else 'running' end,
                  now(), 1, now(), now(), case when i between 1 and 2000 then now() - i * interval '1 s' end
           from generate_series(0, 2350) i;
-        insert into {CHUNK} (tenant_id, job_id, seq, payload, status, attempts, lease_token, lease_expires_at, claimed_by,
-                             created_at, updated_at, ended_at)
-          select 'acme', '{_BIG}', i, '1', case when i <= {chunks} / 2 then 'done' else 'pending' end, 1, null, null, null,
-                 now(), now(), case when i <= {chunks} / 2 then now() end
+        insert into {CHUNK}
+          (tenant_id, job_id, seq, payload, status, attempts, lease_token, lease_expires_at, claimed_by, created_at,
+           updated_at, ended_at)
+          select 'acme', '{_BIG}', i, '1', case when i <= {chunks} / 2 then 'done' else 'pending' end, 1, null::uuid,
+                 null::timestamptz, null, now(), now(), case when i <= {chunks} / 2 then now() end
           from generate_series(1, {chunks}) i;
-        insert into {CHUNK} (tenant_id, job_id, seq, payload, status, attempts, lease_token, lease_expires_at, claimed_by,
-                             created_at, updated_at, ended_at)
+        insert into {CHUNK}
+          (tenant_id, job_id, seq, payload, status, attempts, lease_token, lease_expires_at, claimed_by, created_at,
+           updated_at, ended_at)
           select 'acme', j.job_id, 1, '1',
                  case j.status when 'completed' then 'done' when 'paused' then 'pending' else 'running' end, 1,
                  case j.status when 'running' then gen_random_uuid() end,
@@ -142,7 +146,10 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             assert await run(durable.complete(conn, leases[0]), by_key | _LAST, 5) == ("repeated", False)
             told = await run(durable.complete_many(conn, *leases[1:5], leases[0]), {*by_key, *_LAST, None})
             assert told == ["applied"] * 4 + ["repeated"]
-            assert await run(durable.fail(conn, leases[5], delay=600), {*by_key, *_LAST, "durable_event_pkey", None}, 5) == "retry"
+            assert (
+                await run(durable.fail(conn, leases[5], delay=600), {*by_key, *_LAST, "durable_event_pkey", None}, 5)
+                == "retry"
+            )
             assert await run(durable.release(conn, *leases[6:8]), {*by_key, None}) == ["applied"] * 2
             await run(durable.tell_errors(conn, leases[8], [{"row": n, "code": "c"} for n in range(BATCH)]), by_key, 5)
             version = leases[6].version + 1
@@ -150,7 +157,8 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
                 durable.claim_chunk(conn, _BIG, leases[6].seq, version), {*by_key, "durable_event_pkey", None}, 5
             )
             await admin.execute(
-                f"update {CHUNK} set lease_expires_at = now() - interval '1 s' where lease_token = $1 and status = 'running'",
+                f"update {CHUNK} set lease_expires_at = now() - interval '1 s' where lease_token = $1"
+                " and status = 'running'",
                 leases[8].token,
             )
             # All that runs is looked at, and nothing else.
@@ -168,7 +176,9 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             await run(durable.job(conn, _BIG, fresh=False), {"durable_job_pkey"}, 5)
             await run(conn.fetch("select * from relay.durable_chunks($1, $2, $3)", TENANT, _BIG, [3, 4]), by_key, 5)
             await run(
-                conn.fetch("select * from relay.durable_chunks($1, $2, null, 9000, 20)", TENANT, _BIG), by_key, BATCH + 5
+                conn.fetch("select * from relay.durable_chunks($1, $2, null, 9000, 20)", TENANT, _BIG),
+                by_key,
+                BATCH + 5,
             )
             await run(
                 conn.fetch("select * from relay.durable_candidates($1, $2, 20)", TENANT, [KIND]),

@@ -1,4 +1,4 @@
-"""Races of the durable room: reaper, completer, claimer and people at once; each chunk and each job ends once (C15, C24)."""
+"""Races of the durable room: reaper, completer, claimer and people at once; all ends once (C15, C24)."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ async def test_two_last_chunks_that_end_at_the_same_moment_end_the_job_once_and_
                 async with one.transaction(), two.transaction():
                     await durable.complete(one, leases[0])
                     await durable.complete(two, leases[1])
-                ended = await asyncio.gather(
-                    *(durable.finish(conn, job_id) for conn in (one, two))
-                )
+                ended = await asyncio.gather(*(durable.finish(conn, job_id) for conn in (one, two)))
                 assert [item[0][0] for item in ended] == ["completed"] * 2
                 assert sum(item[0][1] for item in ended) == 1
             else:
@@ -103,8 +101,8 @@ async def test_a_completion_that_waited_for_the_reaper_is_told_that_it_has_lost(
         assert [r["status"] for r in await durable.reap(reaper)] == ["retry"]
         waiting = asyncio.ensure_future(durable.complete(worker, lease))
         await wait_until_blocked(admin, pid_of(worker), by=pid_of(reaper))
-        assert await durable.heartbeat(gateway_worker := await asyncpg.connect(database.worker_dsn), lease) == ["stale"]
-        await gateway_worker.close()
+        async with connected(database.worker_dsn) as beside:
+            assert await durable.heartbeat(beside, lease) == ["stale"]
         await transaction.commit()
         with pytest.raises(asyncpg.PostgresError) as raised:
             await waiting

@@ -1,4 +1,4 @@
-"""The transition table of ARCHITECTURE, section 8, walked whole: every status × every verb × the right and a wrong lease."""
+"""The tables of ARCHITECTURE, section 8, walked whole: every status by every verb, with right and wrong leases."""
 
 from __future__ import annotations
 
@@ -284,9 +284,7 @@ MAY = {
 
 
 async def test_a_jobs_status_is_set_by_compare_and_set_and_the_loser_writes_nothing(stage: Stage) -> None:
-    set_status = (
-        "select relay.durable_set_job_status($1, $2, $3::text[], $4, $5, '{\"type\": \"note\", \"actor\": \"me\"}')"
-    )
+    set_status = 'select relay.durable_set_job_status($1, $2, $3::text[], $4, $5, \'{"type": "note", "actor": "me"}\')'
     for state in JOB_STATES:
         job_id = await durable.submit(stage.gateway, 1)
         for to in JOB_STATES:

@@ -44,7 +44,7 @@ async def _seen(gateway: Connection, worker: Connection, job_id: UUID) -> list[A
         *[
             row
             for table in ("job", "chunk", "row_error", "event")
-            for row in await gateway.fetch("select * from relay.durable_query($1, $2)", TENANT, table)
+            for row in await gateway.fetch("select * from relay.durable_query($1, $2, '[]', $3)", TENANT, table, job_id)
         ],
         *await durable.claim(worker),
         *await durable.claim_next(worker, job_id),
@@ -84,9 +84,18 @@ async def test_a_job_in_the_making_is_hidden_from_everything_until_it_is_sealed(
     assert await _seal(gateway, job_id, 3) == "queued"
     found = await durable.job(gateway, job_id, fresh=False)
     assert found is not None
-    assert (found["status"], found["chunks_total"], found["chunks_pending"], found["rows_total"]) == ("queued", 3, 3, 30)
+    assert (found["status"], found["chunks_total"], found["chunks_pending"], found["rows_total"]) == (
+        "queued",
+        3,
+        3,
+        30,
+    )
     assert await durable.counters_are_exact(admin, job_id)
-    assert [(c["seq"], c["payload"]) for c in await durable.chunks(gateway, job_id)] == [(1, '"a"'), (2, '"b"'), (3, '"c"')]
+    assert [(c["seq"], c["payload"]) for c in await durable.chunks(gateway, job_id)] == [
+        (1, '"a"'),
+        (2, '"b"'),
+        (3, '"c"'),
+    ]
     assert await durable.told(gateway, job_id) == ["submitted"]
     assert [lease.seq for lease in await durable.claim(worker, 9)] == [1, 2, 3]
 
@@ -203,11 +212,10 @@ async def test_a_job_that_ended_long_ago_goes_whole_and_nobody_sees_a_part_of_it
         assert await durable.finish(worker, job_id) == [("completed", True)]
     await admin.execute(f"update {JOB} set ended_at = now() - interval '31 days' where job_id = $1", old)
     sweep = "select * from relay.durable_run_sweeps('me', 10, '0 s', '30 days', '1 day', '{null,null,1 us}')"
-    (row,) = await gateway.fetch(sweep)
-    assert (row["sweep"], row["tenant_id"]) == ("remove", TENANT)
+    assert await gateway.fetchval("select relay.durable_retire($1, '30 days', '1 day', 10)", TENANT) == 1
     assert not any(await _seen(gateway, worker, old))
-    while await gateway.fetch(sweep):
-        pass
+    while rows := await gateway.fetch(sweep):
+        assert {(row["sweep"], row["tenant_id"]) for row in rows} == {("remove", TENANT)}
     for table in (JOB, CHUNK, ROW_ERROR, EVENT):
         assert {r[0] for r in await admin.fetch(f"select distinct job_id from {table}")} == {young}, table
 

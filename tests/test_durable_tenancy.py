@@ -1,4 +1,4 @@
-"""The durable room, each layer of tenancy alone: the predicate without row security, row security without the predicate."""
+"""Durable jobs, each layer of tenancy alone: the predicate without row security, row security without it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def _twins(admin: Connection, gateway: Connection, worker: Connection) -> 
         await durable.claim(worker, 1, tenants=[tenant], kinds=["review"], token=_ID)
         await durable.control(gateway, _GONE, "cancel", tenant=tenant)
     await admin.execute(
-        f"""update {CHUNK} set lease_expires_at = now() - interval '1 s' where job_id = $1 or seq = 4 and status = 'running'
-        """,
+        f"""update {CHUNK} set lease_expires_at = now() - interval '1 s'
+            where job_id = $1 or seq = 4 and status = 'running'""",
         _REVIEWED,
     )
     await admin.execute(f"update {JOB} set ended_at = now() - interval '31 days' where job_id = $1", _GONE)
@@ -60,7 +60,11 @@ async def test_nothing_that_is_done_for_one_tenant_reads_or_changes_another_ones
     assert await durable.complete_many(worker, two, **a) == ["applied"]
     assert await durable.fail(worker, three, retryable=False, **a) == "failed"
     assert [r["job_id"] for r in await durable.reap(worker, **a)] == [_ID, _REVIEWED]
-    assert [r["seq"] for r in await worker.fetch("select * from relay.durable_candidates('a', $1, 9)", [KIND])] == [4, 5, 6]
+    assert [r["seq"] for r in await worker.fetch("select * from relay.durable_candidates('a', $1, 9)", [KIND])] == [
+        4,
+        5,
+        6,
+    ]
     leases = await durable.claim(worker, 2, tenants=["a"])
     assert [lease.row["tenant_id"] for lease in leases] == ["a"] * 2
     leases += await durable.claim_next(worker, _ID, 5, **a)
@@ -70,8 +74,12 @@ async def test_nothing_that_is_done_for_one_tenant_reads_or_changes_another_ones
     assert await durable.finish(gateway, _REVIEWED, **a) == [("needs_review", True)]
     assert (await durable.resolve(gateway, _REVIEWED, 1, "done", **a))["status"] == "completed"
     assert await gateway.fetchval("select relay.durable_update_job('a', $1, '{\"priority\": 9}')", _ID) is True
-    assert await gateway.fetchval("select relay.durable_set_chunk_statuses('a', $1, '{pending}', 'cancelled')", _ID) == 3
-    assert await gateway.fetchval("select relay.durable_record_event('a', $1, null, 'n', 'x', '', '', null)", _ID) is True
+    assert (
+        await gateway.fetchval("select relay.durable_set_chunk_statuses('a', $1, '{pending}', 'cancelled')", _ID) == 3
+    )
+    assert (
+        await gateway.fetchval("select relay.durable_record_event('a', $1, null, 'n', 'x', '', '', null)", _ID) is True
+    )
     assert (await gateway.fetchrow("select * from relay.durable_refresh_counters('a', $1)", _ID))["chunks_done"] == 2
     assert await durable.states(gateway, _ID, **a) == ["done", "done", "retry", *["cancelled"] * 3]
     assert len(await gateway.fetch("select * from relay.durable_row_errors('a', $1, 9)", _ID)) == 1

@@ -43,7 +43,8 @@ async def test_each_verb_that_reads_tenant_tables_binds_first(admin: Connection)
                exists (select from aclexplode(p.proacl) a where a.grantee <> p.proowner) as is_open
         from pg_proc p
         where p.pronamespace = 'relay'::regnamespace and p.proowner = 'relay_api'::regrole
-          and (p.prosrc like '%s2r_relay_%' or p.prosrc like '%relay.outbox %' or p.proname like 'durable_%')
+          and (p.prosrc like '%s2r_relay_%' or p.prosrc like '%relay.outbox %'
+               or p.prosrc ~ 'relay[.]durable_(job|chunk|row_error|event) ')
         """
     )
     assert rows

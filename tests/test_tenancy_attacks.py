@@ -154,6 +154,7 @@ async def test_a_login_has_no_right_but_its_functions(
     database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
 ) -> None:
     await claimed_job(gateway, worker, tenant="a", relay="one")
+    nobody = "'00000000-0000-0000-0000-000000000001'::uuid"
     internal = [
         "relay.bind_tenant('b')",
         "relay.set_tenant('b')",
@@ -183,22 +184,22 @@ async def test_a_login_has_no_right_but_its_functions(
         "relay.durable_move('b', now(), '{}', 'done', 'keep', null, null)",
         "relay.durable_renew('b', '{}', null, now())",
         "relay.durable_done('b', now(), '{}', '{}', null, null, null)",
-        "relay.durable_tell('b', '00000000-0000-0000-0000-000000000001', 't', '{}', null, null, null, null)",
-        "relay.durable_count('b', '00000000-0000-0000-0000-000000000001')",
-        "relay.durable_turn_to('b', '00000000-0000-0000-0000-000000000001', 'failed')",
-        "relay.durable_has_open('b', '00000000-0000-0000-0000-000000000001')",
-        "relay.durable_conclude('b', '00000000-0000-0000-0000-000000000001', null, null)",
+        f"relay.durable_tell('b', {nobody}, 't', '{{}}', null, null, null, null)",
+        f"relay.durable_count('b', {nobody})",
+        f"relay.durable_turn_to('b', {nobody}, 'failed')",
+        f"relay.durable_has_open('b', {nobody})",
+        f"relay.durable_conclude('b', {nobody}, null, null)",
         "relay.durable_ring('b', '{}', true)",
         "relay.durable_snapshot()",
         "relay.durable_promote('b', 1)",
-        "relay.durable_run('b', now(), '{}', 'me', '00000000-0000-0000-0000-000000000001', now())",
-        "relay.durable_take('b', '00000000-0000-0000-0000-000000000001', 1, 'me', '00000000-0000-0000-0000-000000000001', '1 s')",
-        "relay.durable_start('b', '00000000-0000-0000-0000-000000000001', 'me')",
-        "relay.durable_hold('b', '00000000-0000-0000-0000-000000000001', 1, '00000000-0000-0000-0000-000000000001', 1)",
+        f"relay.durable_run('b', now(), '{{}}', 'me', {nobody}, now())",
+        f"relay.durable_take('b', {nobody}, 1, 'me', {nobody}, '1 s')",
+        f"relay.durable_start('b', {nobody}, 'me')",
+        f"relay.durable_hold('b', {nobody}, 1, {nobody}, 1)",
         "relay.durable_may('queued', 'running')",
-        "relay.durable_sweep_chunks('b', '00000000-0000-0000-0000-000000000001', '{}', 'failed', 'keep')",
+        f"relay.durable_sweep_chunks('b', {nobody}, '{{}}', 'failed', 'keep')",
         "relay.durable_check_extra('{}')",
-        "relay.durable_write_extra('b', '00000000-0000-0000-0000-000000000001', '{}')",
+        f"relay.durable_write_extra('b', {nobody}, '{{}}')",
         "relay.durable_matches('1', 'number', '=', '1')",
         "relay.durable_meets('{}', '[]', '{}')",
         "relay.durable_drop('b', '{}', '{}', '{}', '{}')",
@@ -240,7 +241,8 @@ async def test_a_login_has_no_right_but_its_functions(
 async def test_every_internal_function_is_among_those_that_were_tried(admin: Connection) -> None:
     callable_by_logins = set(verbs("t", "r", uuid4())) | {
         "now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due", "bound_tenant",
-        "row_tenant", "outbox_tenants", "durable_tenants", "durable_tenants_due", "durable_sweep_turn", "durable_run_sweeps",
+        "row_tenant", "outbox_tenants", "durable_tenants", "durable_tenants_due", "durable_sweep_turn",
+        "durable_run_sweeps",
     }  # fmt: skip
     internal = {
         "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",

@@ -62,13 +62,13 @@ begin
     perform relay.unbind_tenant(relay.bind_tenant(v_tenant, null, '{worker}'));
     return relay.channel_name(p_kind, v_tenant, null);
   end if;
-  raise exception 'channel kind must be wake (with a relay), result, outbox, durable or durable_watch (without), or outbox_all (without a tenant too)'
-    using errcode = 'S2020';
+  raise exception 'channel kind must be wake (with a relay), % (without), or outbox_all (without a tenant too)',
+    'result, outbox, durable or durable_watch' using errcode = 'S2020';
 end $$;
 
 -- Guarantees: one NOTIFY a row, at this transaction's commit. The arrays go side by side:
---   kind 'wake' (tenant, relay, no payload), 'cancel' (tenant, relay, ids), 'result' and 'durable_watch' (tenant, ids), 'durable' (tenant,
---   ids or no payload). A payload is job ids in 32
+--   kind 'wake' (tenant, relay, no payload), 'cancel' (tenant, relay, ids), 'result' and 'durable_watch' (tenant, ids),
+--   'durable' (tenant, ids or no payload). A payload is job ids in 32
 --   lower-case hex digits each, joined by commas: at most 200 of them, 33 bytes each, stay below the 8000 bytes that a NOTIFY
 --   may carry, and nothing else can be sent by way of this function. Ringing for nothing is harmless.
 -- Errors: S2001, S2002; S2003 when the login is not bound to one of the tenants or relays; S2020 an unknown kind, a wake or
@@ -96,8 +96,8 @@ begin
                                     or v_ring.payload !~ '^[0-9a-f]{32}(,[0-9a-f]{32})*\Z'
                                   else true end)
     then
-      raise exception 'a ring is a wake or cancel, with a relay, a result, durable or durable_watch, and its payload 1 to 200 job ids, a wake''s none'
-        using errcode = 'S2020';
+      raise exception 'a ring is a wake or cancel, with a relay, or a %, and its payload 1 to 200 job ids, a wake''s none',
+        'result, durable or durable_watch' using errcode = 'S2020';
     end if;
     v_before := relay.bind_tenant(v_ring.tenant, v_ring.relay);
     perform pg_notify(

@@ -109,11 +109,13 @@ begin
   for v_event in
     -- The snapshot is this statement's own: what it shows and what it says of itself are of one moment.
     select e.*, s.now
-    from (select relay.durable_snapshot() as now offset 0) s
+    from (select relay.durable_snapshot() as now,
+                 (select j.status not in ('submitting', 'removing') from relay.durable_job j
+                  where j.tenant_id = v_tenant and j.job_id = p_job_id limit 1) as seen offset 0) s
     left join lateral (
       select t.xid, t.n, t.at, t.seq, t.type, t.actor, t.channel, t.holder, t.detail::text as detail
       from relay.durable_event t
-      where t.tenant_id = v_tenant and t.job_id = p_job_id and (t.xid, t.n) > (v_xid, v_n)
+      where s.seen and t.tenant_id = v_tenant and t.job_id = p_job_id and (t.xid, t.n) > (v_xid, v_n)
         and (v_base is null or not pg_visible_in_snapshot(t.xid, v_base))
         and (pg_visible_in_snapshot(t.xid, coalesce(v_upper, s.now))
              -- Of another server's numbers, see above.

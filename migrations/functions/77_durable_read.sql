@@ -178,7 +178,7 @@ end $$;
 
 -- Guarantees: at most p_limit rows of p_table (job, chunk, row_error, event) as JSON objects, in the order of their keys, jobs the newest
 --   first, that meet every condition of p_filter, an array of {"column", "op", "value"}; of job p_job_id where given. after =
---   what to pass as p_after for what comes next. Within one job or the newest jobs it stops at p_limit; else it reads until it has so many.
+--   what to pass as p_after for what comes next. It reads rows in that order until it has p_limit that meet the filter.
 --   This is for people; a reader of the timeline who must miss nothing goes by relay.durable_events.
 -- Errors: S2001, S2002, S2003; S2020 another table, column or operator.
 create or replace function relay.durable_query(

@@ -14,12 +14,12 @@
 -- Whoever ends a chunk ends the job after that chunk's commit. Of two last chunks that end at the same moment neither sees
 -- the other's; but the later of the two commits is before the call that follows it, which so sees both.
 
--- Guarantees: each of these jobs of which no chunk runs, waits or can be claimed has ended when this returns, once, whoever did it, with its
---   event and its exact counters in one transaction. A row for each that there is: its status now, and whether this call has
---   ended it. A job that has ended already has its counters put right.
+-- Guarantees: each of these jobs of which no chunk runs, waits or can be claimed has ended when this returns, once, whoever did
+--   it, with its event and its exact counters in one transaction. A row for each that there is: its status now, and whether
+--   this call has ended it. A job that has ended already has its counters put right.
 -- Errors: S2001, S2002, S2003.
--- Locks: of jobs that seem to be at their end, the row, FOR UPDATE, in the order of job id; waits for them. So never call it in a transaction
---   that holds a chunk.
+-- Locks: of jobs that seem to be at their end, the row, FOR UPDATE, in the order of job id; waits for them. So never call it
+--   in a transaction that holds a chunk.
 create or replace function relay.durable_finish(p_tenant text, p_job_ids uuid[])
 returns table (job_id uuid, status text, ended boolean)
 language plpgsql security definer
