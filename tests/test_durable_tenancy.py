@@ -7,10 +7,12 @@ from uuid import UUID
 
 import pytest
 
+from dispatch_core.dev.logins import GATEWAY_LOGIN, WORKER_LOGIN
+from dispatch_core.migrate import grant, migrate
 from tests.support import durable
 from tests.support.databases import TestDatabase
 from tests.support.durable import CHUNK, JOB, KIND
-from tests.support.protocol import DURABLE_TABLES, Connection, logins
+from tests.support.protocol import DURABLE_TABLES, Connection, connected, logins
 from tests.test_tenancy_layers import _as_shipped, _predicate_alone, _row_security_alone
 
 pytestmark = [pytest.mark.invariant("I4"), pytest.mark.case("C40"), pytest.mark.case("C41")]
@@ -132,3 +134,30 @@ async def test_sweeps_take_turns_and_reap_for_sessions_that_are_a_lease_old(
     await durable.run_out(admin)
     assert await worker.fetch(slow, durable.seconds(0)) == [], "not this login's turn"
     assert len(await gateway.fetch(slow, durable.seconds(0))) == 1, "another's is its own"
+
+
+async def test_the_room_is_installed_alone_and_needs_nothing_of_the_others(bare_database: TestDatabase) -> None:
+    await migrate(bare_database.admin_dsn, only=["durable"])
+    await grant(bare_database.admin_dsn, GATEWAY_LOGIN, role="gateway", tenant=None, relay=None)
+    await grant(bare_database.admin_dsn, WORKER_LOGIN, role="worker", tenant=None, relay=None)
+    async with (
+        connected(bare_database.gateway_dsn) as gateway,
+        connected(bare_database.worker_dsn) as worker,
+        connected(bare_database.admin_dsn) as admin,
+    ):
+        job_id = await durable.submit(gateway, 2)
+        one, two = await durable.claim(worker, 2)
+        await durable.complete(worker, one)
+        await durable.run_out(admin)
+        sweep = "select * from relay.durable_run_sweeps('me', 100, '0 s', '0 s', '0 s', '{1 us,1 us,1 us}')"
+        assert [row["status"] for row in await worker.fetch(sweep.replace("1 us}", "null}"))] == ["retry"]
+        assert await durable.complete_many(worker, two) == ["stale"]
+        (two,) = await durable.claim(worker)
+        await durable.complete(worker, two)
+        assert await durable.finish(worker, job_id) == [("completed", True)]
+        assert [row["sweep"] for row in await gateway.fetch(sweep)] != []
+        assert await durable.job(gateway, job_id) is None
+        names = await admin.fetch(
+            "select relname from pg_class where relnamespace = 'relay'::regnamespace and relkind = 'r'"
+        )
+        assert not [row[0] for row in names if row[0].startswith(("s2r_", "outbox")) or row[0] == "sweep"]

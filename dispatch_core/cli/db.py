@@ -44,7 +44,7 @@ def _rooms(names: list[str] | None) -> list[str] | None:
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--only", metavar="ROOM", callback=_rooms, help="Install only this room (dispatch, outbox); may be repeated."
+        "--only", metavar="ROOM", callback=_rooms, help="Install only this room (dispatch, outbox, durable); may be repeated."
     ),
 ]
 OnlyLookOption = Annotated[
@@ -84,8 +84,8 @@ def migrate(
 ) -> None:
     """Bring the schema to what this version needs; nothing happens where it is that already.
 
-    Without --only all rooms are installed: dispatch and outbox. A business database that
-    only writes events needs --only outbox, and has nothing else of ours then.
+    Without --only all rooms are installed: dispatch, outbox, durable; it may be repeated. A business
+    database that only writes events needs --only outbox, and has nothing else of ours then.
     """
     if plan and sql:
         raise typer.BadParameter("--plan and --sql exclude each other")

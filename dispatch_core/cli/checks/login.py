@@ -29,6 +29,17 @@ VERBS: Final[Mapping[str | None, Mapping[str, Sequence[str]]]] = {
             *("outbox_retry", "outbox_retry_parked", "outbox_park", "outbox_purge"),
         ),
     },
+    "durable": {
+        "gateway": (
+            *("durable_insert_job", "durable_insert_chunks", "durable_seal", "durable_abandon", "durable_jobs"),
+            *("durable_events", "durable_row_errors", "durable_control", "durable_resolve"),
+        ),
+        "worker": (
+            *("durable_claim", "durable_claim_again", "durable_heartbeat", "durable_checkpoint", "durable_complete"),
+            *("durable_fail", "durable_release", "durable_row_errors_add", "durable_finish", "durable_run_sweeps"),
+        ),
+        "operator": ("durable_jobs", "durable_chunks", "durable_events", "durable_control", "durable_resolve"),
+    },
 }
 """What each kind of login must be able to call for its SDK to work, by the room that it works in."""
 
