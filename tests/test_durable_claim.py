@@ -62,7 +62,9 @@ async def test_no_claim_gets_more_than_its_limit_or_what_another_has_under_its_h
         assert [lease.seq for lease in await durable.claim_next(worker, job_id, 2)] == [6, 7]
         await transaction.rollback()
     assert [lease.seq for lease in await durable.claim(worker, 9)] == [1, 2, 3, 8, 9, 10]
-    assert await durable.told(gateway, job_id) == ["submitted", "started", *["chunk_claimed"] * 3]
+    # Whoever was about to start the job has not; so the next one did.
+    told = await durable.told(gateway, job_id)
+    assert told == ["submitted", *["chunk_claimed"] * 2, "started", "chunk_claimed"]
 
 
 async def test_a_job_is_started_once_however_many_claim_at_once(database: TestDatabase, gateway: Connection) -> None:

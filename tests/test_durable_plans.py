@@ -143,7 +143,7 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             assert await run(durable.heartbeat(conn, *[lease.stale for lease in leases]), by_key) == ["stale"] * BATCH
             await run(durable.checkpoint(conn, leases[0], 1), by_key, 5)
             assert await run(durable.complete(conn, leases[0]), by_key | _LAST, 5) == ("applied", False)
-            assert await run(durable.complete(conn, leases[0]), by_key | _LAST, 5) == ("repeated", False)
+            assert await run(durable.complete(conn, leases[0]), {"durable_chunk_pkey"} | _LAST, 5) == ("repeated", False)
             told = await run(durable.complete_many(conn, *leases[1:5], leases[0]), {*by_key, *_LAST, None})
             assert told == ["applied"] * 4 + ["repeated"]
             assert (
@@ -185,9 +185,9 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
                 {"durable_chunk_due", "durable_job_open", "durable_chunk_open"},
                 100,
             )
-            rows, cursor = await run(durable.events(conn, _BIG, None, BATCH), {"durable_event_pkey"}, BATCH + 5)
+            rows, cursor = await run(durable.events(conn, _BIG, None, BATCH), {"durable_event_pkey", "durable_job_pkey"}, BATCH + 5)
             assert len(rows) == BATCH
-            await run(durable.events(conn, _BIG, cursor, BATCH), {"durable_event_pkey"}, BATCH + 5)
+            await run(durable.events(conn, _BIG, cursor, BATCH), {"durable_event_pkey", "durable_job_pkey"}, BATCH + 5)
             await run(
                 conn.fetch("select * from relay.durable_row_errors($1, $2, 20, 30)", TENANT, _BIG),
                 {"durable_row_error_pkey", "durable_job_pkey"},

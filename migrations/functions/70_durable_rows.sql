@@ -115,9 +115,9 @@ begin
 end $$;
 
 -- Guarantees: the counters of the job are those of its chunks, as this statement sees them. Returns the job as
---   it is then; null where there is none.
+--   it is then. The caller knows that there is one.
 -- Locks: the job's row, FOR NO KEY UPDATE; waits for it.
-create or replace function relay.durable_count(p_tenant text, p_job_id uuid) returns relay.durable_job
+create or replace function relay.durable_count(p_tenant text, p_job_id uuid) returns record
 language plpgsql
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
@@ -125,13 +125,10 @@ as $$
 declare
   v_now timestamptz := clock_timestamp();
   v_row record;
-  v_job relay.durable_job;
+  v_job record;
 begin
   -- Locked before the chunks are counted: so the last writer has counted last, and no count is lost to an older one.
   perform 1 from relay.durable_job j where j.tenant_id = p_tenant and j.job_id = p_job_id for no key update;
-  if not found then
-    return null;
-  end if;
   select count(*) as total, count(*) filter (where c.status = 'pending') as pending,
          count(*) filter (where c.status = 'running') as running, count(*) filter (where c.status = 'retry') as retry,
          count(*) filter (where c.status = 'done') as done, count(*) filter (where c.status = 'failed') as failed,
@@ -154,14 +151,14 @@ end $$;
 -- Guarantees: the job has that status, with the times that go with it: started_at at its first start, ended_at while it has
 --   ended. Returns it.
 -- Locks: the caller has the job's row FOR UPDATE.
-create or replace function relay.durable_turn_to(p_tenant text, p_job_id uuid, p_status text) returns relay.durable_job
+create or replace function relay.durable_turn_to(p_tenant text, p_job_id uuid, p_status text) returns record
 language plpgsql
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_now timestamptz := clock_timestamp();
-  v_job relay.durable_job;
+  v_job record;
 begin
   update relay.durable_job j
   set status = p_status, updated_at = v_now,
@@ -202,13 +199,14 @@ end $$;
 -- Locks: the caller has the job's row FOR UPDATE.
 create or replace function relay.durable_conclude(
   p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean default false)
-returns relay.durable_job
+returns record
 language plpgsql
 as $$
 declare
-  v_job    relay.durable_job := relay.durable_count(p_tenant, p_job_id);
+  v_job    record;
   v_status text;
 begin
+  v_job := relay.durable_count(p_tenant, p_job_id);
   if v_job.status not in ('queued', 'running', 'paused', 'needs_review')
      or v_job.chunks_pending + v_job.chunks_retry + v_job.chunks_running > 0
      or v_job.chunks_total = 0 and not p_empty then

@@ -85,7 +85,7 @@ begin
   if jsonb_typeof(p_chunks) is distinct from 'array' or p_from < 1 then
     raise exception 'the chunks must be a JSON array, and their numbers begin at 1 or later' using errcode = 'S2020';
   end if;
-  if jsonb_path_exists(p_chunks, 'strict $[*] ? (@.type() != "object" || !exists (@.payload))') then
+  if jsonb_path_exists(p_chunks, '$[*] ? (@.type() != "object" || !exists (@.payload))') then
     raise exception 'each chunk needs a payload (a JSON null is one)' using errcode = 'S2020';
   end if;
   select j.status into v_status from relay.durable_job j
@@ -139,7 +139,7 @@ as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway}');
   v_tenant text := coalesce(p_tenant, v_before);
-  v_job    relay.durable_job;
+  v_job    record;
   v_seq    bigint;
 begin
   select j.* into v_job from relay.durable_job j where j.tenant_id = v_tenant and j.job_id = p_job_id for update;

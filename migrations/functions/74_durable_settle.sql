@@ -96,12 +96,14 @@ begin
         and c.lease_version = i.version and c.lease_expires_at > v_now
       limit 1 for no key update skip locked) l
     where j.status not in ('cancelled', 'removing');
-    perform relay.durable_renew(
-      v_tenant, v_rows,
-      case when p_rows_done is not null then (select array_agg(p_rows_done[u.n] order by u.i)
-                                              from unnest(v_held) with ordinality as u (n, i)) end,
-      clock_timestamp() + p_lease);
-    return query select h.n, 'applied', h.status from unnest(v_held, v_states) as h (n, status);
+    if v_rows is not null then
+      perform relay.durable_renew(
+        v_tenant, v_rows,
+        case when p_rows_done is not null then (select array_agg(p_rows_done[u.n] order by u.i)
+                                                from unnest(v_held) with ordinality as u (n, i)) end,
+        clock_timestamp() + p_lease);
+      return query select h.n, 'applied', h.status from unnest(v_held, v_states) as h (n, status);
+    end if;
     if cardinality(v_held) is distinct from cardinality(v_places) then
       return query
       select u.n, case when l.here and j.status not in ('cancelled', 'removing') then 'busy' else 'stale' end, j.status

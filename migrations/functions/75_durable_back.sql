@@ -144,7 +144,7 @@ declare
   v_count  bigint;
 begin
   if jsonb_typeof(p_errors) is distinct from 'array'
-     or jsonb_path_exists(p_errors, 'strict $[*] ? (@.type() != "object" || !exists (@.row ? (@.type() == "number")))') then
+     or jsonb_path_exists(p_errors, '$[*] ? (@.type() != "object" || !exists (@.row ? (@.type() == "number")))') then
     raise exception 'row errors are a JSON array of objects with a row number' using errcode = 'S2020';
   end if;
   v_row := relay.durable_hold(v_tenant, p_job_id, p_seq, p_token, p_version);

@@ -83,7 +83,7 @@ as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
-  v_job    relay.durable_job;
+  v_job    record;
   v_to     text;
   v_ended  boolean;
 begin
@@ -168,7 +168,7 @@ as $$
 declare
   v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
-  v_job    relay.durable_job;
+  v_job    record;
   v_row    record;
 begin
   if coalesce(p_decision not in ('retry', 'done', 'failed'), true) then

@@ -32,7 +32,7 @@ declare
   v_tenant text := coalesce(p_tenant, v_before);
   v_id     uuid;
   v_was    text;
-  v_job    relay.durable_job;
+  v_job    record;
 begin
   for v_id in select distinct u.job_id from unnest(p_job_ids) as u (job_id) order by u.job_id loop
     -- Mostly it is not at its end: then nothing is locked.
@@ -67,12 +67,16 @@ as $$
 declare
   v_before text := relay.bind_tenant(p_tenant);
   v_tenant text := coalesce(p_tenant, v_before);
+  v_job    record;
 begin
-  return query
-  select j.status, j.rows_total, j.rows_done, j.rows_failed, j.chunks_total, j.chunks_pending, j.chunks_running, j.chunks_retry,
-         j.chunks_done, j.chunks_failed, j.chunks_needs_review, j.chunks_cancelled, j.counted_at
-  from relay.durable_count(v_tenant, p_job_id) j
-  where j.status not in ('submitting', 'removing');
+  if (select j.status not in ('submitting', 'removing') from relay.durable_job j
+      where j.tenant_id = v_tenant and j.job_id = p_job_id) then
+    v_job := relay.durable_count(v_tenant, p_job_id);
+    return query
+    select v_job.status, v_job.rows_total, v_job.rows_done, v_job.rows_failed, v_job.chunks_total, v_job.chunks_pending,
+           v_job.chunks_running, v_job.chunks_retry, v_job.chunks_done, v_job.chunks_failed, v_job.chunks_needs_review,
+           v_job.chunks_cancelled, v_job.counted_at;
+  end if;
   perform relay.unbind_tenant(v_before);
 end $$;
 
@@ -92,7 +96,7 @@ declare
   v_ids    uuid[];
   v_id     uuid;
   v_was    text;
-  v_job    relay.durable_job;
+  v_job    record;
 begin
   select array_agg(f.job_id order by f.job_id) into v_ids
   from (select o.job_id

@@ -105,8 +105,8 @@ create table relay.durable_chunk (
   check (available_at is null or status = 'retry'),
   check ((status in ('done', 'failed', 'cancelled')) = (ended_at is not null))
 ) with (
-  -- Room for heartbeats and checkpoints of the rows of one page: then they are HOT.
-  fillfactor = 60,
+  -- Room for a second version of every row of a page, when all are renewed at once: then heartbeats and checkpoints are HOT.
+  fillfactor = 50,
   vacuum_truncate = off,
   autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_scale_factor = 0,
   autovacuum_vacuum_cost_delay = 0,

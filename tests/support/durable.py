@@ -322,12 +322,12 @@ async def counters_are_exact(admin: Connection, job_id: UUID) -> bool:
         f"""
         select (j.chunks_total, j.chunks_pending, j.chunks_running, j.chunks_retry, j.chunks_done, j.chunks_failed,
                 j.chunks_needs_review, j.chunks_cancelled, j.rows_total, j.rows_done, j.rows_failed)
-             = (select (count(*), count(*) filter (where c.status = 'pending'),
+             = (select count(*), count(*) filter (where c.status = 'pending'),
                         count(*) filter (where c.status = 'running'), count(*) filter (where c.status = 'retry'),
                         count(*) filter (where c.status = 'done'), count(*) filter (where c.status = 'failed'),
                         count(*) filter (where c.status = 'needs_review'),
                         count(*) filter (where c.status = 'cancelled'), coalesce(sum(c.rows_total), 0)::bigint,
-                        coalesce(sum(c.rows_done), 0)::bigint, coalesce(sum(c.rows_failed), 0)::bigint)
+                        coalesce(sum(c.rows_done), 0)::bigint, coalesce(sum(c.rows_failed), 0)::bigint
                 from {CHUNK} c where c.job_id = j.job_id)
         from {JOB} j where j.job_id = $1
         """,
