@@ -93,6 +93,790 @@ CREATE FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[]
     AS $$ … $$;
 ALTER FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) OWNER TO relay_api;
 
+CREATE FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid DEFAULT NULL::uuid) RETURNS TABLE(job_id uuid, seq bigint, lease_version bigint)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_check_extra(p_extra jsonb) RETURNS void
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_check_extra(p_extra jsonb) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_checkpoint(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_checkpoint jsonb, p_rows_done bigint DEFAULT NULL::bigint, p_rows_failed bigint DEFAULT NULL::bigint, p_lease interval DEFAULT NULL::interval) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_checkpoint(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_checkpoint jsonb, p_rows_done bigint, p_rows_failed bigint, p_lease interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[] DEFAULT NULL::bigint[], p_after bigint DEFAULT 0, p_limit bigint DEFAULT 1000, p_status text DEFAULT NULL::text) RETURNS TABLE(job_id uuid, seq bigint, payload text, status text, attempts bigint, lease_version bigint, lease_token uuid, lease_expires_at timestamp with time zone, claimed_by text, claimed_at timestamp with time zone, available_at timestamp with time zone, checkpoint text, outcome text, rows_total bigint, rows_done bigint, rows_failed bigint, last_error text, created_at timestamp with time zone, updated_at timestamp with time zone, ended_at timestamp with time zone)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint DEFAULT 0) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_claim_chunk(p_tenant text, p_job_id uuid, p_seq bigint, p_lease_version bigint, p_claimed_by text, p_token uuid, p_lease interval) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_claim_chunk(p_tenant text, p_job_id uuid, p_seq bigint, p_lease_version bigint, p_claimed_by text, p_token uuid, p_lease interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_claim_next(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_claim_next(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_complete(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint DEFAULT NULL::bigint, p_rows_failed bigint DEFAULT NULL::bigint, OUT outcome text, OUT last boolean) RETURNS record
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_complete(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[] DEFAULT NULL::bigint[], p_rows_failed bigint[] DEFAULT NULL::bigint[]) RETURNS TABLE(n bigint, outcome text, last boolean)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean DEFAULT false) RETURNS record
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text DEFAULT NULL::text, p_channel text DEFAULT NULL::text, p_note text DEFAULT NULL::text) RETURNS TABLE(outcome text, was text, status text, chunks bigint, running bigint)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_count(p_tenant text, p_job_id uuid) RETURNS record
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_count(p_tenant text, p_job_id uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes jsonb[], p_rows_done bigint[], p_rows_failed bigint[]) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes jsonb[], p_rows_done bigint[], p_rows_failed bigint[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_drop(p_tenant text, p_chunks tid[], p_errors tid[], p_events tid[], p_jobs tid[]) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_drop(p_tenant text, p_chunks tid[], p_errors tid[], p_events tid[], p_jobs tid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) RETURNS TABLE(xid text, n bigint, at timestamp with time zone, seq bigint, type text, actor text, channel text, holder text, detail text, next_cursor text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_fail(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_message text, p_retryable boolean, p_delay interval DEFAULT NULL::interval, OUT status text, OUT last boolean) RETURNS record
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_fail(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_message text, p_retryable boolean, p_delay interval, OUT status text, OUT last boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_finish(p_tenant text, p_job_ids uuid[]) RETURNS TABLE(job_id uuid, status text, ended boolean)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_finish(p_tenant text, p_job_ids uuid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) RETURNS TABLE(tenant_id text, job_id uuid, status text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean DEFAULT true) RETURNS boolean
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[] DEFAULT NULL::bigint[]) RETURNS TABLE(n bigint, outcome text, job_status text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text) RETURNS record
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_insert_chunks(p_tenant text, p_job_id uuid, p_chunks jsonb, p_from bigint DEFAULT NULL::bigint, p_notify boolean DEFAULT true) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET row_security TO 'on'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $_$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_now    timestamptz;
+  v_status text;
+  v_from   bigint := p_from;
+  v_count  bigint;
+  v_rows   bigint;
+begin
+  if jsonb_typeof(p_chunks) is distinct from 'array' or p_from < 1 then
+    raise exception 'the chunks must be a JSON array, and their numbers begin at 1 or later' using errcode = 'S2020';
+  end if;
+  if jsonb_path_exists(p_chunks, '$[*] ? (@.type() != "object" || !exists (@.payload))') then
+    raise exception 'each chunk needs a payload (a JSON null is one)' using errcode = 'S2020';
+  end if;
+  select j.status into v_status from relay.durable_job j
+  where j.tenant_id = v_tenant and j.job_id = p_job_id for no key update;
+  if v_status is null or v_status = 'removing' then
+    raise exception 'no such durable job' using errcode = 'S2030';
+  elsif v_status not in ('submitting', 'queued', 'running', 'paused') then
+    raise exception 'the job is % and takes no chunks', v_status using errcode = 'S2042';
+  end if;
+  v_now := clock_timestamp();
+  if v_from is null then
+    v_from := coalesce((select c.seq + 1 from relay.durable_chunk c
+                        where c.tenant_id = v_tenant and c.job_id = p_job_id order by c.seq desc limit 1), 1);
+  end if;
+  with stored as (
+    insert into relay.durable_chunk (tenant_id, job_id, seq, payload, status, rows_total, created_at, updated_at)
+    select v_tenant, p_job_id, v_from + e.n - 1, e.value -> 'payload', 'pending', coalesce((e.value ->> 'rows')::bigint, 0),
+           v_now, v_now
+    from jsonb_array_elements(p_chunks) with ordinality as e (value, n)
+    on conflict do nothing
+    returning rows_total)
+  select count(*), coalesce(sum(s.rows_total), 0) into v_count, v_rows from stored s;
+  if v_count > 0 then
+    update relay.durable_job j
+    set updated_at = v_now, chunks_total = j.chunks_total + v_count, chunks_pending = j.chunks_pending + v_count,
+        rows_total = j.rows_total + v_rows
+    where j.tenant_id = v_tenant and j.job_id = p_job_id;
+    if p_notify and v_status <> 'submitting' then
+      perform relay.durable_ring(v_tenant, array[p_job_id], v_status <> 'paused');
+    end if;
+  end if;
+  perform relay.unbind_tenant(v_before);
+  return v_count;
+end $_$;
+ALTER FUNCTION relay.durable_insert_chunks(p_tenant text, p_job_id uuid, p_chunks jsonb, p_from bigint, p_notify boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_insert_job(p_tenant text, p_job_id uuid, p_kind text, p_params jsonb, p_idempotent boolean, p_max_attempts bigint, p_priority bigint, p_created_by text, p_submitting boolean DEFAULT false) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET row_security TO 'on'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_insert_job(p_tenant text, p_job_id uuid, p_kind text, p_params jsonb, p_idempotent boolean, p_max_attempts bigint, p_priority bigint, p_created_by text, p_submitting boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean DEFAULT false) RETURNS TABLE(job_id uuid, kind text, params text, idempotent boolean, max_attempts bigint, priority bigint, status text, rows_total bigint, rows_done bigint, rows_failed bigint, chunks_total bigint, chunks_pending bigint, chunks_running bigint, chunks_retry bigint, chunks_done bigint, chunks_failed bigint, chunks_needs_review bigint, chunks_cancelled bigint, counted_at timestamp with time zone, last_error text, created_by text, created_at timestamp with time zone, started_at timestamp with time zone, ended_at timestamp with time zone, updated_at timestamp with time zone)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_matches(p_value jsonb, p_kind text, p_op text, p_wanted jsonb) RETURNS boolean
+    LANGUAGE plpgsql STABLE
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_matches(p_value jsonb, p_kind text, p_op text, p_wanted jsonb) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_may(p_from text, p_to text) RETURNS boolean
+    LANGUAGE plpgsql IMMUTABLE
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_may(p_from text, p_to text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_meets(p_row jsonb, p_filter jsonb, p_kinds jsonb) RETURNS boolean
+    LANGUAGE plpgsql STABLE
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_meets(p_row jsonb, p_filter jsonb, p_kinds jsonb) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_move(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_status text, p_attempts text, p_available_at timestamp with time zone, p_error text) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_move(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_status text, p_attempts text, p_available_at timestamp with time zone, p_error text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_promote(p_tenant text, p_limit bigint) RETURNS interval
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_promote(p_tenant text, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb DEFAULT '[]'::jsonb, p_job_id uuid DEFAULT NULL::uuid, p_after jsonb DEFAULT NULL::jsonb, p_limit bigint DEFAULT 100) RETURNS TABLE(item text, after text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_reap(p_tenant text, p_reaper text, p_limit bigint) RETURNS TABLE(tenant_id text, job_id uuid, seq bigint, status text, attempts bigint, lease_version bigint, holder text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_reap(p_tenant text, p_reaper text, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) RETURNS TABLE(status text, rows_total bigint, rows_done bigint, rows_failed bigint, chunks_total bigint, chunks_pending bigint, chunks_running bigint, chunks_retry bigint, chunks_done bigint, chunks_failed bigint, chunks_needs_review bigint, chunks_cancelled bigint, counted_at timestamp with time zone)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_release(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_to text DEFAULT 'pending'::text, p_notify boolean DEFAULT false) RETURNS TABLE(n bigint, outcome text, status text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_release(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_to text, p_notify boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_remove(p_tenant text, p_limit bigint) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_remove(p_tenant text, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_renew(p_tenant text, p_rows tid[], p_rows_done bigint[], p_until timestamp with time zone) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_renew(p_tenant text, p_rows tid[], p_rows_done bigint[], p_until timestamp with time zone) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_resolve(p_tenant text, p_job_id uuid, p_seq bigint, p_decision text, p_actor text, p_channel text DEFAULT NULL::text, p_note text DEFAULT NULL::text, OUT outcome text, OUT chunk_status text, OUT status text) RETURNS record
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_resolve(p_tenant text, p_job_id uuid, p_seq bigint, p_decision text, p_actor text, p_channel text, p_note text, OUT outcome text, OUT chunk_status text, OUT status text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_retire(p_tenant text, p_keep interval, p_abandoned interval, p_limit bigint) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_retire(p_tenant text, p_keep interval, p_abandoned interval, p_limit bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_ring(p_tenant text, p_jobs uuid[], p_work boolean) RETURNS void
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_ring(p_tenant text, p_jobs uuid[], p_work boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint DEFAULT 0, p_after_row bigint DEFAULT '-9223372036854775808'::bigint, p_after_code text DEFAULT ''::text, p_seq bigint DEFAULT NULL::bigint) RETURNS TABLE(seq bigint, row_no bigint, code text, message text, data text, lease_version bigint, created_at timestamp with time zone)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_row_errors_add(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $_$
+declare
+  v_before text := relay.bind_tenant(p_tenant, null, '{worker}');
+  v_tenant text := coalesce(p_tenant, v_before);
+  v_row    record;
+  v_now    timestamptz;
+  v_count  bigint;
+begin
+  if jsonb_typeof(p_errors) is distinct from 'array'
+     or jsonb_path_exists(p_errors, '$[*] ? (@.type() != "object" || !exists (@.row ? (@.type() == "number")))') then
+    raise exception 'row errors are a JSON array of objects with a row number' using errcode = 'S2020';
+  end if;
+  v_row := relay.durable_hold(v_tenant, p_job_id, p_seq, p_token, p_version);
+  if v_row.row_id is null then
+    raise exception 'the lease of this chunk is lost' using errcode = 'S2041';
+  end if;
+  v_now := v_row.at;
+  with stored as (
+    insert into relay.durable_row_error (tenant_id, job_id, seq, row_no, code, message, data, lease_version, created_at)
+    select v_tenant, p_job_id, p_seq, e.row_no, e.code, e.message, e.data, p_version, v_now
+    from (select distinct on (1, 2) (u.value ->> 'row')::bigint as row_no, coalesce(u.value ->> 'code', '') as code,
+                 coalesce(u.value ->> 'message', '') as message, u.value -> 'data' as data
+          from jsonb_array_elements(p_errors) with ordinality as u (value, i) order by 1, 2, u.i desc) e
+    on conflict (tenant_id, job_id, seq, row_no, code)
+      do update set message = excluded.message, data = excluded.data, lease_version = excluded.lease_version,
+                    created_at = excluded.created_at
+    returning 1)
+  select count(*) into v_count from stored;
+  perform relay.unbind_tenant(v_before);
+  return v_count;
+end $_$;
+ALTER FUNCTION relay.durable_row_errors_add(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_run(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_claimed_by text, p_token uuid, p_until timestamp with time zone) RETURNS TABLE(seq bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint)
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_nestloop TO 'off'
+    SET enable_hashjoin TO 'on'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_run(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_claimed_by text, p_token uuid, p_until timestamp with time zone) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) RETURNS TABLE(sweep text, tenant_id text, job_id uuid, seq bigint, status text)
+    LANGUAGE plpgsql
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_seal(p_tenant text, p_job_id uuid, p_chunks bigint DEFAULT NULL::bigint, p_notify boolean DEFAULT true) RETURNS text
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET row_security TO 'on'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_seal(p_tenant text, p_job_id uuid, p_chunks bigint, p_notify boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb DEFAULT '{}'::jsonb, p_seqs bigint[] DEFAULT NULL::bigint[]) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb DEFAULT '{}'::jsonb, p_event jsonb DEFAULT NULL::jsonb) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_snapshot() RETURNS pg_snapshot
+    LANGUAGE plpgsql STABLE
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_snapshot() OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET lock_timeout TO '1s'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_tell(p_tenant text, p_job_id uuid, p_type text, p_seqs bigint[], p_actor text, p_channel text, p_holders text[], p_details jsonb[]) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_tell(p_tenant text, p_job_id uuid, p_type text, p_seqs bigint[], p_actor text, p_channel text, p_holders text[], p_details jsonb[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_tenants(p_kinds text[] DEFAULT NULL::text[]) RETURNS TABLE(tenant_id text)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_tenants(p_kinds text[]) OWNER TO relay_sweep;
+
+CREATE FUNCTION relay.durable_tenants_due(p_name text, p_keep interval, p_abandoned interval) RETURNS TABLE(tenant_id text)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_tenants_due(p_name text, p_keep interval, p_abandoned interval) OWNER TO relay_sweep;
+
+CREATE FUNCTION relay.durable_turn_to(p_tenant text, p_job_id uuid, p_status text) RETURNS record
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_turn_to(p_tenant text, p_job_id uuid, p_status text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) RETURNS boolean
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_write_extra(p_tenant text, p_job_id uuid, p_extra jsonb) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_write_extra(p_tenant text, p_job_id uuid, p_extra jsonb) OWNER TO relay_api;
+
 CREATE FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_status text DEFAULT NULL::text, p_statuses text[] DEFAULT NULL::text[], p_response_statuses bigint[] DEFAULT NULL::bigint[], p_response_headers text[] DEFAULT NULL::text[], p_response_bodies bytea[] DEFAULT NULL::bytea[], p_error_codes text[] DEFAULT NULL::text[], p_error_messages text[] DEFAULT NULL::text[]) RETURNS TABLE(n bigint, job_id uuid, relay_id text, status text, claimed_by text, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone)
     LANGUAGE plpgsql
     SET enable_indexscan TO 'off'
@@ -746,6 +1530,120 @@ CREATE FUNCTION relay.unbind_tenant(p_before text) RETURNS void
     AS $$ … $$;
 ALTER FUNCTION relay.unbind_tenant(p_before text) OWNER TO relay_api;
 
+CREATE TABLE relay.durable_chunk (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    job_id uuid NOT NULL,
+    seq bigint NOT NULL,
+    payload jsonb NOT NULL,
+    status text NOT NULL COLLATE pg_catalog."C",
+    attempts bigint DEFAULT 0 NOT NULL,
+    lease_version bigint DEFAULT 0 NOT NULL,
+    lease_token uuid,
+    lease_expires_at timestamp with time zone,
+    claimed_by text COLLATE pg_catalog."C",
+    claimed_at timestamp with time zone,
+    available_at timestamp with time zone,
+    checkpoint jsonb,
+    outcome jsonb,
+    rows_total bigint DEFAULT 0 NOT NULL,
+    rows_done bigint DEFAULT 0 NOT NULL,
+    rows_failed bigint DEFAULT 0 NOT NULL,
+    last_error text,
+    created_at timestamp with time zone NOT NULL,
+    updated_at timestamp with time zone NOT NULL,
+    ended_at timestamp with time zone,
+    CONSTRAINT durable_chunk_check CHECK (((status = 'running'::text) = (lease_expires_at IS NOT NULL))),
+    CONSTRAINT durable_chunk_check1 CHECK (((status = ANY (ARRAY['running'::text, 'done'::text])) OR (lease_token IS NULL))),
+    CONSTRAINT durable_chunk_check2 CHECK (((status <> 'running'::text) OR ((lease_token IS NOT NULL) AND (claimed_by IS NOT NULL)))),
+    CONSTRAINT durable_chunk_check3 CHECK (((available_at IS NULL) OR (status = 'retry'::text))),
+    CONSTRAINT durable_chunk_check4 CHECK (((status = ANY (ARRAY['done'::text, 'failed'::text, 'cancelled'::text])) = (ended_at IS NOT NULL))),
+    CONSTRAINT durable_chunk_seq_check CHECK ((seq >= 1)),
+    CONSTRAINT durable_chunk_status_check CHECK ((status = ANY (ARRAY['pending'::text, 'running'::text, 'retry'::text, 'done'::text, 'failed'::text, 'needs_review'::text, 'cancelled'::text])))
+)
+WITH (fillfactor='50', vacuum_truncate=off, autovacuum_vacuum_threshold='5000', autovacuum_vacuum_scale_factor='0', autovacuum_vacuum_cost_delay='0', autovacuum_analyze_threshold='2147483647', autovacuum_analyze_scale_factor='0');
+ALTER TABLE ONLY relay.durable_chunk ALTER COLUMN checkpoint SET STORAGE EXTERNAL;
+ALTER TABLE ONLY relay.durable_chunk FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.durable_chunk OWNER TO relay_owner;
+
+CREATE TABLE relay.durable_event (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    job_id uuid NOT NULL,
+    xid xid8 NOT NULL,
+    n bigint NOT NULL,
+    at timestamp with time zone NOT NULL,
+    seq bigint,
+    type text NOT NULL COLLATE pg_catalog."C",
+    actor text,
+    channel text,
+    holder text,
+    detail jsonb,
+    CONSTRAINT durable_event_type_check CHECK (((type <> ''::text) AND (octet_length(type) <= 100)))
+);
+ALTER TABLE ONLY relay.durable_event FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.durable_event OWNER TO relay_owner;
+
+CREATE TABLE relay.durable_job (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    job_id uuid NOT NULL,
+    kind text NOT NULL COLLATE pg_catalog."C",
+    params jsonb NOT NULL,
+    idempotent boolean NOT NULL,
+    max_attempts bigint NOT NULL,
+    priority bigint DEFAULT 0 NOT NULL,
+    rank bigint NOT NULL,
+    job_seq bigint NOT NULL,
+    status text NOT NULL COLLATE pg_catalog."C",
+    rows_total bigint DEFAULT 0 NOT NULL,
+    rows_done bigint DEFAULT 0 NOT NULL,
+    rows_failed bigint DEFAULT 0 NOT NULL,
+    chunks_total bigint DEFAULT 0 NOT NULL,
+    chunks_pending bigint DEFAULT 0 NOT NULL,
+    chunks_running bigint DEFAULT 0 NOT NULL,
+    chunks_retry bigint DEFAULT 0 NOT NULL,
+    chunks_done bigint DEFAULT 0 NOT NULL,
+    chunks_failed bigint DEFAULT 0 NOT NULL,
+    chunks_needs_review bigint DEFAULT 0 NOT NULL,
+    chunks_cancelled bigint DEFAULT 0 NOT NULL,
+    counted_at timestamp with time zone NOT NULL,
+    last_error text,
+    created_by text,
+    created_at timestamp with time zone NOT NULL,
+    started_at timestamp with time zone,
+    ended_at timestamp with time zone,
+    updated_at timestamp with time zone NOT NULL,
+    CONSTRAINT durable_job_check CHECK ((rank = (- priority))),
+    CONSTRAINT durable_job_check1 CHECK (((status = ANY (ARRAY['completed'::text, 'completed_with_errors'::text, 'failed'::text, 'cancelled'::text, 'removing'::text])) = (ended_at IS NOT NULL))),
+    CONSTRAINT durable_job_kind_check CHECK (((kind <> ''::text) AND (octet_length(kind) <= 200))),
+    CONSTRAINT durable_job_max_attempts_check CHECK ((max_attempts >= 1)),
+    CONSTRAINT durable_job_status_check CHECK ((status = ANY (ARRAY['submitting'::text, 'queued'::text, 'running'::text, 'paused'::text, 'needs_review'::text, 'completed'::text, 'completed_with_errors'::text, 'failed'::text, 'cancelled'::text, 'removing'::text]))),
+    CONSTRAINT durable_job_tenant_id_check CHECK (((tenant_id <> ''::text) AND (octet_length(tenant_id) <= 200)))
+)
+WITH (fillfactor='60', autovacuum_vacuum_threshold='1000', autovacuum_vacuum_scale_factor='0', autovacuum_vacuum_cost_delay='0', autovacuum_analyze_threshold='2147483647', autovacuum_analyze_scale_factor='0');
+ALTER TABLE ONLY relay.durable_job FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.durable_job OWNER TO relay_owner;
+
+CREATE TABLE relay.durable_row_error (
+    tenant_id text NOT NULL COLLATE pg_catalog."C",
+    job_id uuid NOT NULL,
+    seq bigint NOT NULL,
+    row_no bigint NOT NULL,
+    code text NOT NULL COLLATE pg_catalog."C",
+    message text NOT NULL,
+    data jsonb,
+    lease_version bigint NOT NULL,
+    created_at timestamp with time zone NOT NULL,
+    CONSTRAINT durable_row_error_code_check CHECK ((octet_length(code) <= 200))
+);
+ALTER TABLE ONLY relay.durable_row_error FORCE ROW LEVEL SECURITY;
+ALTER TABLE relay.durable_row_error OWNER TO relay_owner;
+
+CREATE TABLE relay.durable_turn (
+    name text NOT NULL,
+    role_oid oid NOT NULL,
+    next_due_at timestamp with time zone NOT NULL
+);
+ALTER TABLE relay.durable_turn OWNER TO relay_owner;
+
 CREATE TABLE relay.installation (
     only_row boolean DEFAULT true NOT NULL,
     secret bytea DEFAULT (uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid())) NOT NULL,
@@ -932,6 +1830,21 @@ CREATE TABLE relay.sweep (
 );
 ALTER TABLE relay.sweep OWNER TO relay_owner;
 
+ALTER TABLE ONLY relay.durable_chunk
+    ADD CONSTRAINT durable_chunk_pkey PRIMARY KEY (tenant_id, job_id, seq);
+
+ALTER TABLE ONLY relay.durable_event
+    ADD CONSTRAINT durable_event_pkey PRIMARY KEY (tenant_id, job_id, xid, n);
+
+ALTER TABLE ONLY relay.durable_job
+    ADD CONSTRAINT durable_job_pkey PRIMARY KEY (tenant_id, job_id);
+
+ALTER TABLE ONLY relay.durable_row_error
+    ADD CONSTRAINT durable_row_error_pkey PRIMARY KEY (tenant_id, job_id, seq, row_no, code);
+
+ALTER TABLE ONLY relay.durable_turn
+    ADD CONSTRAINT durable_turn_pkey PRIMARY KEY (name, role_oid);
+
 ALTER TABLE ONLY relay.installation
     ADD CONSTRAINT installation_pkey PRIMARY KEY (only_row);
 
@@ -959,6 +1872,20 @@ ALTER TABLE ONLY relay.schema_history
 ALTER TABLE ONLY relay.sweep
     ADD CONSTRAINT sweep_pkey PRIMARY KEY (name, role_oid);
 
+CREATE INDEX durable_chunk_due ON relay.durable_chunk USING btree (tenant_id, available_at) WHERE (available_at IS NOT NULL);
+
+CREATE INDEX durable_chunk_open ON relay.durable_chunk USING btree (tenant_id, job_id, seq) WHERE ((status = ANY (ARRAY['pending'::text, 'retry'::text])) AND (available_at IS NULL));
+
+CREATE INDEX durable_chunk_running ON relay.durable_chunk USING btree (tenant_id, job_id, seq) WHERE (status = 'running'::text);
+
+CREATE INDEX durable_chunk_waiting ON relay.durable_chunk USING btree (tenant_id, job_id, seq) WHERE (available_at IS NOT NULL);
+
+CREATE INDEX durable_job_ended ON relay.durable_job USING btree (tenant_id, ended_at) WHERE (status = ANY (ARRAY['completed'::text, 'completed_with_errors'::text, 'failed'::text, 'cancelled'::text]));
+
+CREATE INDEX durable_job_hidden ON relay.durable_job USING btree (tenant_id, updated_at) WHERE (status = ANY (ARRAY['submitting'::text, 'removing'::text]));
+
+CREATE INDEX durable_job_open ON relay.durable_job USING btree (tenant_id, kind, rank, job_seq, job_id) WHERE (status = ANY (ARRAY['queued'::text, 'running'::text]));
+
 CREATE INDEX outbox_claimed ON relay.outbox USING btree (tenant_id, claimed_at) WHERE (state = 'claimed'::text);
 
 CREATE INDEX outbox_key ON relay.outbox USING btree (tenant_id, key, seq, event_id) WHERE ((key IS NOT NULL) AND (parked_at IS NULL));
@@ -983,6 +1910,14 @@ CREATE INDEX s2r_relay_dispatch_queue_ready ON relay.s2r_relay_dispatch_queue US
 
 CREATE INDEX s2r_relay_dispatch_result_retention ON relay.s2r_relay_dispatch_result USING btree (tenant_id, completed_at) WHERE (completed_at > '-infinity'::timestamp with time zone);
 
+CREATE POLICY by_tenant ON relay.durable_chunk USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
+CREATE POLICY by_tenant ON relay.durable_event USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
+CREATE POLICY by_tenant ON relay.durable_job USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
+CREATE POLICY by_tenant ON relay.durable_row_error USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
+
 CREATE POLICY by_tenant ON relay.outbox USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
 
 CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_key USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
@@ -993,11 +1928,23 @@ CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_request USING ((tenant_id = 
 
 CREATE POLICY by_tenant ON relay.s2r_relay_dispatch_result USING ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant))) WITH CHECK ((tenant_id = ( SELECT relay.row_tenant() AS row_tenant)));
 
+CREATE POLICY due_work ON relay.durable_chunk FOR SELECT TO relay_sweep USING (true);
+
+CREATE POLICY due_work ON relay.durable_job FOR SELECT TO relay_sweep USING (true);
+
 CREATE POLICY due_work ON relay.outbox FOR SELECT TO relay_sweep USING (true);
 
 CREATE POLICY due_work ON relay.s2r_relay_dispatch_queue FOR SELECT TO relay_sweep USING (true);
 
 CREATE POLICY due_work ON relay.s2r_relay_dispatch_result FOR SELECT TO relay_sweep USING (true);
+
+ALTER TABLE relay.durable_chunk ENABLE ROW LEVEL SECURITY;
+
+ALTER TABLE relay.durable_event ENABLE ROW LEVEL SECURITY;
+
+ALTER TABLE relay.durable_job ENABLE ROW LEVEL SECURITY;
+
+ALTER TABLE relay.durable_row_error ENABLE ROW LEVEL SECURITY;
 
 ALTER TABLE relay.outbox ENABLE ROW LEVEL SECURITY;
 
@@ -1040,6 +1987,197 @@ REVOKE ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants
 GRANT ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) TO relay_worker;
 
 REVOKE ALL ON FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_check_extra(p_extra jsonb) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_checkpoint(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_checkpoint jsonb, p_rows_done bigint, p_rows_failed bigint, p_lease interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_checkpoint(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_checkpoint jsonb, p_rows_done bigint, p_rows_failed bigint, p_lease interval) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_claim_chunk(p_tenant text, p_job_id uuid, p_seq bigint, p_lease_version bigint, p_claimed_by text, p_token uuid, p_lease interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_claim_chunk(p_tenant text, p_job_id uuid, p_seq bigint, p_lease_version bigint, p_claimed_by text, p_token uuid, p_lease interval) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_claim_next(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_claim_next(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_complete(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_complete(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[]) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_count(p_tenant text, p_job_id uuid) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes jsonb[], p_rows_done bigint[], p_rows_failed bigint[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_drop(p_tenant text, p_chunks tid[], p_errors tid[], p_events tid[], p_jobs tid[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_fail(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_message text, p_retryable boolean, p_delay interval, OUT status text, OUT last boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_fail(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_message text, p_retryable boolean, p_delay interval, OUT status text, OUT last boolean) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_finish(p_tenant text, p_job_ids uuid[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_finish(p_tenant text, p_job_ids uuid[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_finish(p_tenant text, p_job_ids uuid[]) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_finish(p_tenant text, p_job_ids uuid[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_insert_chunks(p_tenant text, p_job_id uuid, p_chunks jsonb, p_from bigint, p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_insert_chunks(p_tenant text, p_job_id uuid, p_chunks jsonb, p_from bigint, p_notify boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.durable_insert_job(p_tenant text, p_job_id uuid, p_kind text, p_params jsonb, p_idempotent boolean, p_max_attempts bigint, p_priority bigint, p_created_by text, p_submitting boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_insert_job(p_tenant text, p_job_id uuid, p_kind text, p_params jsonb, p_idempotent boolean, p_max_attempts bigint, p_priority bigint, p_created_by text, p_submitting boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_matches(p_value jsonb, p_kind text, p_op text, p_wanted jsonb) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_may(p_from text, p_to text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_meets(p_row jsonb, p_filter jsonb, p_kinds jsonb) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_move(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_status text, p_attempts text, p_available_at timestamp with time zone, p_error text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_promote(p_tenant text, p_limit bigint) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_reap(p_tenant text, p_reaper text, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_reap(p_tenant text, p_reaper text, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_reap(p_tenant text, p_reaper text, p_limit bigint) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_reap(p_tenant text, p_reaper text, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_release(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_to text, p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_release(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_to text, p_notify boolean) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_remove(p_tenant text, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_remove(p_tenant text, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_remove(p_tenant text, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_renew(p_tenant text, p_rows tid[], p_rows_done bigint[], p_until timestamp with time zone) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_resolve(p_tenant text, p_job_id uuid, p_seq bigint, p_decision text, p_actor text, p_channel text, p_note text, OUT outcome text, OUT chunk_status text, OUT status text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_resolve(p_tenant text, p_job_id uuid, p_seq bigint, p_decision text, p_actor text, p_channel text, p_note text, OUT outcome text, OUT chunk_status text, OUT status text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_resolve(p_tenant text, p_job_id uuid, p_seq bigint, p_decision text, p_actor text, p_channel text, p_note text, OUT outcome text, OUT chunk_status text, OUT status text) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_retire(p_tenant text, p_keep interval, p_abandoned interval, p_limit bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_retire(p_tenant text, p_keep interval, p_abandoned interval, p_limit bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_retire(p_tenant text, p_keep interval, p_abandoned interval, p_limit bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_ring(p_tenant text, p_jobs uuid[], p_work boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_row_errors_add(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_row_errors_add(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_run(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_claimed_by text, p_token uuid, p_until timestamp with time zone) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_seal(p_tenant text, p_job_id uuid, p_chunks bigint, p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_seal(p_tenant text, p_job_id uuid, p_chunks bigint, p_notify boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_snapshot() FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_tell(p_tenant text, p_job_id uuid, p_type text, p_seqs bigint[], p_actor text, p_channel text, p_holders text[], p_details jsonb[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_tenants(p_kinds text[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_tenants(p_kinds text[]) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_tenants_due(p_name text, p_keep interval, p_abandoned interval) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_tenants_due(p_name text, p_keep interval, p_abandoned interval) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_tenants_due(p_name text, p_keep interval, p_abandoned interval) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_tenants_due(p_name text, p_keep interval, p_abandoned interval) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_turn_to(p_tenant text, p_job_id uuid, p_status text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_write_extra(p_tenant text, p_job_id uuid, p_extra jsonb) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zone, p_by_holder boolean, p_late text, p_ns bigint[], p_rows tid[], p_status text, p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
 
@@ -1234,6 +2372,18 @@ GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interv
 GRANT ALL ON FUNCTION relay.tenants_due(p_name text, p_relay text, p_keep interval) TO relay_api;
 
 REVOKE ALL ON FUNCTION relay.unbind_tenant(p_before text) FROM PUBLIC;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE relay.durable_chunk TO relay_api;
+GRANT SELECT ON TABLE relay.durable_chunk TO relay_sweep;
+
+GRANT SELECT,INSERT,DELETE ON TABLE relay.durable_event TO relay_api;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE relay.durable_job TO relay_api;
+GRANT SELECT ON TABLE relay.durable_job TO relay_sweep;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE relay.durable_row_error TO relay_api;
+
+GRANT SELECT,INSERT,UPDATE ON TABLE relay.durable_turn TO relay_api;
 
 GRANT SELECT ON TABLE relay.installation TO relay_api;
 

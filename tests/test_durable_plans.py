@@ -29,7 +29,7 @@ async def _fill(admin: Connection, chunks: int = 20_000) -> None:
         insert into {JOB}
           (tenant_id, job_id, kind, params, idempotent, max_attempts, rank, job_seq, status, counted_at, chunks_total,
            created_at, updated_at, ended_at)
-          select 'acme', case when i = 0 then '{_BIG}'::uuid else gen_random_uuid() end, '{KIND}', '{{}}', true, 3, 0,
+          select 'acme', case when i = 0 then '{_BIG}'::uuid else gen_random_uuid() end, '{KIND}', '{{}}', true, 1000, 0,
                  case when i = 0 then 10000000 else i end,
                  case when i between 1 and 2000 then 'completed' when i between 2001 and 2300 then 'paused'
                       else 'running' end,
@@ -143,7 +143,10 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             assert await run(durable.heartbeat(conn, *[lease.stale for lease in leases]), by_key) == ["stale"] * BATCH
             await run(durable.checkpoint(conn, leases[0], 1), by_key, 5)
             assert await run(durable.complete(conn, leases[0]), by_key | _LAST, 5) == ("applied", False)
-            assert await run(durable.complete(conn, leases[0]), {"durable_chunk_pkey"} | _LAST, 5) == ("repeated", False)
+            assert await run(durable.complete(conn, leases[0]), {"durable_chunk_pkey"} | _LAST, 5) == (
+                "repeated",
+                False,
+            )
             told = await run(durable.complete_many(conn, *leases[1:5], leases[0]), {*by_key, *_LAST, None})
             assert told == ["applied"] * 4 + ["repeated"]
             assert (
@@ -185,7 +188,9 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
                 {"durable_chunk_due", "durable_job_open", "durable_chunk_open"},
                 100,
             )
-            rows, cursor = await run(durable.events(conn, _BIG, None, BATCH), {"durable_event_pkey", "durable_job_pkey"}, BATCH + 5)
+            rows, cursor = await run(
+                durable.events(conn, _BIG, None, BATCH), {"durable_event_pkey", "durable_job_pkey"}, BATCH + 5
+            )
             assert len(rows) == BATCH
             await run(durable.events(conn, _BIG, cursor, BATCH), {"durable_event_pkey", "durable_job_pkey"}, BATCH + 5)
             await run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -134,6 +134,29 @@ async def test_sweeps_take_turns_and_reap_for_sessions_that_are_a_lease_old(
     await durable.run_out(admin)
     assert await worker.fetch(slow, durable.seconds(0)) == [], "not this login's turn"
     assert len(await gateway.fetch(slow, durable.seconds(0))) == 1, "another's is its own"
+
+
+async def test_verbs_that_raise_where_there_is_nothing_leave_the_callers_binding_as_it_was(
+    gateway: Connection, worker: Connection
+) -> None:
+    bound = "select coalesce(current_setting('app.tenant_id', true), '')"
+    job_id = uuid4()
+    async with gateway.transaction():
+        await gateway.fetchval(
+            "select relay.durable_insert_job('a', $1, $2, '{}', true, 3, 0, 'me', true)", job_id, KIND
+        )
+        await gateway.fetchval("select relay.durable_insert_chunks('a', $1, '[{\"payload\": 1}]')", job_id)
+        assert await gateway.fetchval(bound) == ""
+        await gateway.fetchval("select relay.durable_seal('a', $1)", job_id)
+        assert await gateway.fetchval(bound) == ""
+    async with worker.transaction():
+        (lease,) = await durable.claim(worker, tenants=["a"])
+        await durable.checkpoint(worker, lease, 1, tenant="a")
+        assert await worker.fetchval(bound) == ""
+        await durable.tell_errors(worker, lease, [{"row": 1}], tenant="a")
+        assert await worker.fetchval(bound) == ""
+        await durable.complete(worker, lease, tenant="a")
+        assert await worker.fetchval(bound) == ""
 
 
 async def test_the_room_is_installed_alone_and_needs_nothing_of_the_others(bare_database: TestDatabase) -> None:
