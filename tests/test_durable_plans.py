@@ -29,7 +29,7 @@ async def _fill(admin: Connection, chunks: int = 20_000) -> None:
         insert into {JOB}
           (tenant_id, job_id, kind, params, idempotent, max_attempts, rank, job_seq, status, counted_at, chunks_total,
            created_at, updated_at, ended_at)
-          select 'acme', case when i = 0 then '{_BIG}'::uuid else gen_random_uuid() end, '{KIND}', '{{}}', true, 1000, 0,
+          select 'acme', case when i = 0 then '{_BIG}'::uuid else gen_random_uuid() end, '{KIND}', '{{}}', true, 99, 0,
                  case when i = 0 then 10000000 else i end,
                  case when i between 1 and 2000 then 'completed' when i between 2001 and 2300 then 'paused'
                       else 'running' end,
