@@ -82,7 +82,7 @@ async def test_nothing_that_is_done_for_one_tenant_reads_or_changes_another_ones
     assert (
         await gateway.fetchval("select relay.durable_record_event('a', $1, null, 'n', 'x', '', '', null)", _ID) is True
     )
-    assert (await gateway.fetchrow("select * from relay.durable_refresh_counters('a', $1)", _ID))["chunks_done"] == 2
+    assert (await gateway.fetch("select * from relay.durable_refresh_counters('a', $1)", _ID))[0]["chunks_done"] == 2
     assert await durable.states(gateway, _ID, **a) == ["done", "done", "retry", *["cancelled"] * 3]
     assert len(await gateway.fetch("select * from relay.durable_row_errors('a', $1, 9)", _ID)) == 1
     for table, count in (("job", 3), ("chunk", 9), ("row_error", 1)):
@@ -103,8 +103,9 @@ async def test_listings_tell_a_login_of_its_own_tenants_alone(database: TestData
     for tenant in ("a", "b", "c"):
         await durable.submit(gateway, tenant=tenant)
     async with logins(database) as made:
-        for tenant, expected in (("a", ["a"]), (None, ["a", "b", "c"])):
-            worker = await made.open("worker", tenant)
+        bindings: list[tuple[str | None, list[str]]] = [("a", ["a"]), (None, ["a", "b", "c"])]
+        for bound, expected in bindings:
+            worker = await made.open("worker", bound)
             for sql in ("relay.durable_tenants()", "relay.durable_tenants('{import}')"):
                 rows = await worker.fetch(f"select * from {sql}")
                 assert sorted(row[0] for row in rows) == expected
