@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import anyio
 import asyncpg
@@ -26,12 +26,17 @@ async def test_two_last_chunks_that_end_at_the_same_moment_end_the_job_once_and_
 ) -> None:
     """500 rounds; in each both complete in transactions that overlap, or race freely."""
     rounds = 500
-    ids: list[UUID] = []
+    ids = [uuid4() for _ in range(rounds)]
+    make = "select relay.durable_insert_job($2, u, $3, '{}', true, 3, 0, 'me') from unnest($1::uuid[]) u"
+    await gateway.fetch(make, ids, TENANT, durable.KIND)
+    fill = "select relay.durable_insert_chunks($2, u, $3, 1, false) from unnest($1::uuid[]) u"
+    await gateway.fetch(fill, ids, TENANT, '[{"payload": 1}, {"payload": 2}]')
     async with connected(database.worker_dsn) as one, connected(database.worker_dsn) as two:
-        for n in range(rounds):
-            job_id = await durable.submit(gateway, 2)
-            ids.append(job_id)
-            leases = await durable.claim_next(one, job_id, 2)
+        of_job: dict[UUID, list[Lease]] = {}
+        for lease in await durable.claim(one, 2 * rounds, lease=600):
+            of_job.setdefault(lease.job_id, []).append(lease)
+        assert len(of_job) == rounds
+        for n, (job_id, leases) in enumerate(of_job.items()):
 
             async def end(conn: Connection, lease: Lease, job_id: UUID = job_id) -> bool:
                 _, last = await durable.complete(conn, lease)
