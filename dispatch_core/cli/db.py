@@ -44,7 +44,10 @@ def _rooms(names: list[str] | None) -> list[str] | None:
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--only", metavar="ROOM", callback=_rooms, help="Install only this room (dispatch, outbox, durable); may be repeated."
+        "--only",
+        metavar="ROOM",
+        callback=_rooms,
+        help="Install only this room (dispatch, outbox, durable); may be repeated.",
     ),
 ]
 OnlyLookOption = Annotated[
