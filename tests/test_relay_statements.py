@@ -54,8 +54,8 @@ async def test_a_drained_backlog_takes_a_claim_and_a_completion_per_batch_and_no
     claims = [args for name, args in statements if name == "claim"]
     completions = [args for name, args in statements if name == "complete"]
     rings = [args for name, args in statements if name == "ring"]
-    # Three full ones and the two that find nothing more, one beside the other; then one from zero. On a busy machine one
-    # run in some thirty makes one more, which is not explained: with the listener's catch-up left out it still came.
+    # Three full ones and the two that find nothing more, one beside the other; then one from zero. On a busy machine
+    # one run in some thirty makes one more, which is not explained.
     assert len(claims) <= 7
     assert len(completions) <= 8
     assert len(rings) <= len(completions)
