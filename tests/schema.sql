@@ -107,6 +107,20 @@ CREATE FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) RETURNS bool
     AS $$ … $$;
 ALTER FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) OWNER TO relay_api;
 
+CREATE FUNCTION relay.durable_all_tenants() RETURNS TABLE(tenant_id text)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_all_tenants() OWNER TO relay_sweep;
+
 CREATE FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid DEFAULT NULL::uuid) RETURNS TABLE(job_id uuid, seq bigint, lease_version bigint)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -359,6 +373,21 @@ CREATE FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running b
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_health(p_tenant text) RETURNS TABLE(review bigint, review_chunks bigint, review_kinds text[], review_for interval, lost bigint, lost_for interval, idle bigint, idle_kinds text[], idle_for interval, paused bigint)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_health(p_tenant text) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[] DEFAULT NULL::bigint[]) RETURNS TABLE(n bigint, outcome text, job_status text)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -857,6 +886,12 @@ CREATE FUNCTION relay.durable_turn_to(p_tenant text, p_job_id uuid, p_status tex
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.durable_turn_to(p_tenant text, p_job_id uuid, p_status text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_turns() RETURNS TABLE(name text, next_due_at timestamp with time zone)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_turns() OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) RETURNS boolean
     LANGUAGE plpgsql SECURITY DEFINER
@@ -1991,6 +2026,11 @@ REVOKE ALL ON FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_request
 REVOKE ALL ON FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) TO relay_gateway;
 
+REVOKE ALL ON FUNCTION relay.durable_all_tenants() FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_all_tenants() TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_all_tenants() TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_all_tenants() TO relay_operator;
+
 REVOKE ALL ON FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid) TO relay_worker;
 
@@ -2053,6 +2093,11 @@ GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) T
 GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_health(p_tenant text) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) TO relay_worker;
@@ -2171,6 +2216,11 @@ GRANT ALL ON FUNCTION relay.durable_tenants_due(p_name text, p_keep interval, p_
 GRANT ALL ON FUNCTION relay.durable_tenants_due(p_name text, p_keep interval, p_abandoned interval) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_turn_to(p_tenant text, p_job_id uuid, p_status text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_turns() FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_turns() TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_turns() TO relay_worker;
+GRANT ALL ON FUNCTION relay.durable_turns() TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) TO relay_gateway;

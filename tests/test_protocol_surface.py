@@ -64,7 +64,7 @@ INSIDE_OF_VERBS = {
 BY_EVERYBODY = {"bound_tenant", "row_tenant"}
 COMMON = {
     "now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due",
-    "durable_sweep_turn", "durable_run_sweeps", "durable_tenants_due",
+    "durable_sweep_turn", "durable_run_sweeps", "durable_tenants_due", "durable_all_tenants", "durable_turns",
 }  # fmt: skip
 BY_ALL_BUT_WORKERS = {"outbox_tenants"}
 BY_WORKERS = {"durable_tenants"}
@@ -120,7 +120,7 @@ async def test_functions_are_owned_by_a_role_that_owns_no_table_and_tables_by_on
     owners = {r["name"]: r["owner"] for r in await _functions(admin)}
     assert {name for name, owner in owners.items() if owner == "relay_owner"} == BY_EVERYBODY
     assert {name for name, owner in owners.items() if owner == "relay_sweep"} == {
-        "tenants_due", "outbox_tenants", "durable_tenants", "durable_tenants_due"
+        "tenants_due", "outbox_tenants", "durable_tenants", "durable_tenants_due", "durable_all_tenants"
     }  # fmt: skip
     assert set(owners.values()) == {"relay_owner", "relay_sweep", "relay_api"}
     relations = await admin.fetch(

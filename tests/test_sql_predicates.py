@@ -19,7 +19,8 @@ EXCEPTIONS = {
     ("40_sweep_listing.sql", "tenants_due"),
     # And the one of the outbox room: tenant ids only.
     ("60_outbox_listing.sql", "outbox_tenants"),
-    # And the two of the durable room, the same.
+    # And the three of the durable room, the same.
+    ("80_durable_listing.sql", "durable_all_tenants"),
     ("80_durable_listing.sql", "durable_tenants"),
     ("80_durable_listing.sql", "durable_tenants_due"),
     # Who may act for which tenant: the question itself, asked before a tenant is bound. No login has a right on the

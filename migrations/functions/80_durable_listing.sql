@@ -94,6 +94,36 @@ begin
            where h.status = 'removing' or h.updated_at < v_idle limit 1);
   end if;
 end $$;
-revoke all on function relay.durable_tenants(text[]), relay.durable_tenants_due(text, interval, interval) from public;
+-- Guarantees: the tenants that this login is bound to, as whatever; for a login that is bound to every tenant, those that have a job.
+--   Reads ids only; changes and locks nothing.
+create or replace function relay.durable_all_tenants() returns table (tenant_id text)
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_names text[];
+  v_all   boolean;
+begin
+  select bool_or(b.tenant_id is null), array_agg(distinct b.tenant_id) into v_all, v_names
+  from relay.role_binding b
+  where b.role_oid = to_regrole(quote_ident(session_user));
+  if v_all then
+    return query
+    with recursive names as (
+      (select j.tenant_id from relay.durable_job j order by j.tenant_id, j.job_id limit 1)
+      union all
+      select (select j.tenant_id from relay.durable_job j where j.tenant_id > k.tenant_id
+              order by j.tenant_id, j.job_id limit 1)
+      from names k where k.tenant_id is not null)
+    select k.tenant_id from names k where k.tenant_id is not null;
+  else
+    return query select u.tenant_id from unnest(v_names) as u (tenant_id);
+  end if;
+end $$;
+revoke all on function relay.durable_all_tenants(), relay.durable_tenants(text[]), relay.durable_tenants_due(text, interval, interval)
+  from public;
 grant execute on function relay.durable_tenants(text[]) to relay_worker;
-grant execute on function relay.durable_tenants_due(text, interval, interval) to relay_gateway, relay_worker, relay_operator;
+grant execute on function relay.durable_all_tenants(), relay.durable_tenants_due(text, interval, interval)
+  to relay_gateway, relay_worker, relay_operator;

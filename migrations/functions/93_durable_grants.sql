@@ -7,7 +7,7 @@
 grant execute on function
   relay.durable_jobs(text, uuid[], boolean), relay.durable_chunks(text, uuid, bigint[], bigint, bigint, text),
   relay.durable_row_errors(text, uuid, bigint, bigint, bigint, text, bigint), relay.durable_events(text, uuid, text, bigint),
-  relay.durable_query(text, text, jsonb, uuid, jsonb, bigint),
+  relay.durable_query(text, text, jsonb, uuid, jsonb, bigint), relay.durable_health(text), relay.durable_turns(),
   relay.durable_record_event(text, uuid, bigint, text, text, text, text, jsonb),
   relay.durable_set_job_status(text, uuid, text[], text, jsonb, jsonb), relay.durable_update_job(text, uuid, jsonb),
   relay.durable_set_chunk_statuses(text, uuid, text[], text, jsonb, bigint[]),

@@ -86,6 +86,7 @@ def _durable(tenant: str | None, job_id: UUID) -> dict[str, tuple[str, list[Any]
         "row_errors": ("$1, $2, 10", one),
         "events": ("$1, $2, null, 10", one),
         "query": ("$1, 'job'", [tenant]),
+        "health": ("$1", [tenant]),
         "record_event": ("$1, $2, null, 'note', null, null, null, null", one),
         "set_job_status": ("$1, $2, '{queued}', 'running'", one),
         "update_job": ("$1, $2, '{}'", one),
@@ -131,7 +132,8 @@ WORKER_VERBS: Verbs = (
 )  # fmt: skip
 COMMON_VERBS: Verbs = (
     "reclaim", "reclaim_lost", "expire_late", "channel", "ring",
-    "durable_jobs", "durable_chunks", "durable_row_errors", "durable_events", "durable_query", "durable_record_event",
+    "durable_jobs", "durable_chunks", "durable_row_errors", "durable_events", "durable_query", "durable_health",
+    "durable_record_event",
     "durable_set_job_status", "durable_update_job", "durable_set_chunk_statuses", "durable_finish",
     "durable_refresh_counters", "durable_reap", "durable_finish_lost",
 )  # fmt: skip
