@@ -30,6 +30,8 @@ from dispatch_core.errors import (
     IdempotencyConflictError,
     InvalidDeadlineError,
     InvalidInputError,
+    JobClosedError,
+    LeaseLostError,
     RelayDispatchError,
     SchemaMismatchError,
     TenancyDeniedError,
@@ -57,6 +59,8 @@ _OURS: Final[dict[str, type[RelayDispatchError]]] = {
     "S2021": InvalidDeadlineError,
     "S2030": UnknownJobError,
     "S2040": SchemaMismatchError,
+    "S2041": LeaseLostError,
+    "S2042": JobClosedError,
 }
 
 _MISSING_OBJECT: Final = frozenset({"42883", "3F000", "42P01"})
@@ -163,7 +167,8 @@ def _translate_sqlstate(error: asyncpg.PostgresError, job_id: UUID | None, conne
     if state == "0A000" and isinstance(error, asyncpg.exceptions.InvalidCachedStatementError):
         return DatabaseBusyError("the schema changed under this connection; try again", sqlstate=state, job_id=job_id)
     if state in _MISSING_OBJECT and ("relay." in message or '"relay"' in message):
-        only = " --only outbox" if "relay.outbox_" in message else ""
+        room = next((room for room in ("outbox", "durable") if f"relay.{room}_" in message), None)
+        only = f" --only {room}" if room else ""
         mend = f"run `relay-dispatch db migrate{only}`"
         return SchemaMismatchError(f"the schema `relay` is missing or not the one of this version ({message}): {mend}")
     if state == "42501":

@@ -31,6 +31,8 @@ __all__ = [
     "InvalidNameError",
     "InvalidPayloadError",
     "InvalidResultError",
+    "JobClosedError",
+    "LeaseLostError",
     "MalformedHeadersError",
     "MigrationDriftError",
     "MigrationError",
@@ -86,7 +88,7 @@ class InvalidBodyError(InvalidInputError):
 
 
 class InvalidPayloadError(InvalidInputError):
-    """An event's payload must be a JSON value without NUL, and within the size limit."""
+    """A payload must be a JSON value without NUL, and within the size limit."""
 
     code = "S2R-PAYLOAD-INVALID"
 
@@ -201,9 +203,33 @@ class MalformedHeadersError(RelayDispatchError):
 
 
 class TransactionRequiredError(RelayDispatchError):
-    """An event is written in the caller's open transaction, and this connection is in none; nothing was sent."""
+    """This is written in the caller's open transaction, and the connection is in none; nothing was sent."""
 
     code = "S2R-TRANSACTION-REQUIRED"
+
+
+# --- durable jobs ---------------------------------------------------------------------------------
+
+
+class LeaseLostError(RelayDispatchError):
+    """The lease of this chunk is lost: it ran out, somebody else has the chunk, or its job was cancelled."""
+
+    code = "S2R-LEASE-LOST"
+
+    def __init__(self, message: str | None = None, *, job_id: UUID | None = None, seq: int | None = None) -> None:
+        super().__init__(message or (f"the lease of chunk {seq} of job {job_id} is lost" if job_id else None))
+        self.job_id = job_id
+        self.seq = seq
+
+
+class JobClosedError(RelayDispatchError):
+    """The job takes no chunks any more, or has not as many as were counted."""
+
+    code = "S2R-JOB-CLOSED"
+
+    def __init__(self, message: str | None = None, *, job_id: UUID | None = None) -> None:
+        super().__init__(message)
+        self.job_id = job_id
 
 
 # --- database -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from dispatch_core.errors import ConfigurationError
 
-__all__ = ["CoreSettings", "OutboxSettings", "RouteSettings", "Settings", "redact_dsn"]
+__all__ = ["CoreSettings", "DurableJobsSettings", "OutboxSettings", "RouteSettings", "Settings", "redact_dsn"]
 
 MIB: Final = 1024 * 1024
 
@@ -212,6 +212,93 @@ class OutboxSettings(Settings):
         if self.sink_timeout_seconds * 3 >= self.stale_claim_seconds:
             raise ValueError("sink_timeout_seconds must be less than a third of stale_claim_seconds")
         return self
+
+
+class DurableJobsSettings(Settings):
+    """How durable jobs are kept: leases, attempts, sizes, sweeps. The same for all relays and gateways of a database."""
+
+    model_config = SettingsConfigDict(env_prefix="DURABLE_")
+
+    lease_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="a chunk is its holder's for so long, from each heartbeat on",
+    )
+    heartbeat_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="between two heartbeats; default: a third of the lease",
+    )
+    retry_base_seconds: float = Field(
+        default=1.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="the longest pause after a chunk's first failure; doubles",
+    )
+    retry_cap_seconds: float = Field(
+        default=300.0, gt=0, le=86400, allow_inf_nan=False, description="the longest pause of all"
+    )
+    skip_locked_claims: bool = Field(
+        default=True, description="claim the next chunk in one statement; false: look for it, then compare-and-set"
+    )
+    insert_batch: int = Field(default=1000, ge=1, le=100_000, description="chunks stored in one statement, at most")
+    insert_batch_bytes: int = Field(
+        default=4 * MIB, ge=1024, le=128 * MIB, description="what their payloads come to, about"
+    )
+    max_payload_bytes: int = Field(
+        default=MIB, ge=0, le=128 * MIB, description="the largest payload of a chunk, or params of a job"
+    )
+    max_checkpoint_bytes: int = Field(
+        default=256 * 1024, ge=0, le=128 * MIB, description="the largest checkpoint, or outcome, of a chunk"
+    )
+    row_error_batch: int = Field(default=1000, ge=1, le=100_000, description="row errors stored at once by a handler")
+    event_lock_timeout_seconds: float = Field(
+        default=1.0,
+        gt=0,
+        le=60,
+        allow_inf_nan=False,
+        description="what an event from the side waits for at most, before it is only logged",
+    )
+    sweep_seconds: float = Field(
+        default=5.0, gt=0, le=3600, allow_inf_nan=False, description="between two looks for leases that have run out"
+    )
+    finish_sweep_seconds: float = Field(
+        default=15.0, gt=0, le=86400, allow_inf_nan=False, description="between two looks for jobs that nobody has ended"
+    )
+    remove_sweep_seconds: float = Field(
+        default=60.0, gt=0, le=86400, allow_inf_nan=False, description="between two removals of old jobs"
+    )
+    sweep_batch: int = Field(default=100, ge=1, le=10_000, description="rows that a sweep changes at a time")
+    retention_seconds: float = Field(
+        default=30 * 86400.0,
+        gt=0,
+        le=3650 * 86400.0,
+        allow_inf_nan=False,
+        description="after its end, when a job is removed with all that was told of it",
+    )
+    abandoned_seconds: float = Field(
+        default=86400.0,
+        gt=0,
+        le=3650 * 86400.0,
+        allow_inf_nan=False,
+        description="after the last chunk of a submission that was never finished, when it is removed",
+    )
+
+    @model_validator(mode="after")
+    def _a_heartbeat_comes_well_before_the_lease_ends(self) -> Self:
+        if self.heartbeat_seconds is not None and self.heartbeat_seconds * 2 > self.lease_seconds:
+            raise ValueError("heartbeat_seconds must be at most half of lease_seconds")
+        return self
+
+    @property
+    def heartbeat_interval_seconds(self) -> float:
+        """Between two heartbeats, whether it was set or not."""
+        return self.lease_seconds / 3 if self.heartbeat_seconds is None else self.heartbeat_seconds
 
 
 _SECRET_PARAMETER: Final = re.compile(r"(?i)\b((?:ssl)?password|passfile)(\s*=\s*)('(?:[^'\\]|\\.)*'|[^&\s]*)")
