@@ -68,9 +68,7 @@ class JobStatus(StrEnum):
         return self in _ENDS
 
 
-_ENDS: Final = frozenset(
-    {JobStatus.COMPLETED, JobStatus.COMPLETED_WITH_ERRORS, JobStatus.FAILED, JobStatus.CANCELLED}
-)
+_ENDS: Final = frozenset({JobStatus.COMPLETED, JobStatus.COMPLETED_WITH_ERRORS, JobStatus.FAILED, JobStatus.CANCELLED})
 
 
 class ChunkStatus(StrEnum):
@@ -203,7 +201,7 @@ class ChunkOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSettled:
-    """What became of a completion. `last`: nothing else of the job waits; after the commit, `finish` is to be called."""
+    """What became of a completion. `last`: nothing else of the job waits; call `finish` after the commit."""
 
     outcome: WriteOutcome
     last: bool
@@ -397,4 +395,3 @@ class Resolved:
     outcome: Literal["applied", "too_late", "refused", "unknown"]
     chunk_status: ChunkStatus | None
     status: JobStatus | None
-

@@ -215,7 +215,7 @@ class OutboxSettings(Settings):
 
 
 class DurableJobsSettings(Settings):
-    """How durable jobs are kept: leases, attempts, sizes, sweeps. The same for all relays and gateways of a database."""
+    """How durable jobs are kept: leases, attempts, sizes, sweeps. The same for all processes of a database."""
 
     model_config = SettingsConfigDict(env_prefix="DURABLE_")
 
@@ -268,7 +268,11 @@ class DurableJobsSettings(Settings):
         default=5.0, gt=0, le=3600, allow_inf_nan=False, description="between two looks for leases that have run out"
     )
     finish_sweep_seconds: float = Field(
-        default=15.0, gt=0, le=86400, allow_inf_nan=False, description="between two looks for jobs that nobody has ended"
+        default=15.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="between two looks for jobs that nobody has ended",
     )
     remove_sweep_seconds: float = Field(
         default=60.0, gt=0, le=86400, allow_inf_nan=False, description="between two removals of old jobs"

@@ -14,12 +14,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from dispatch_core.settings import CoreSettings, OutboxSettings, Settings
+from dispatch_core.settings import CoreSettings, DurableJobsSettings, OutboxSettings, Settings
 from gateway_sdk.settings import GatewaySettings
 from relay_sdk.settings import RelaySettings
 
 PAGE: Final = Path(__file__).with_name("settings.md")
-CLASSES: Final[tuple[type[Settings], ...]] = (CoreSettings, GatewaySettings, RelaySettings, OutboxSettings)
+CLASSES: Final[tuple[type[Settings], ...]] = (
+    CoreSettings,
+    GatewaySettings,
+    RelaySettings,
+    OutboxSettings,
+    DurableJobsSettings,
+)
 
 UNITS: Final = {"_seconds": "s", "_sec": "s", "_bytes": "bytes", "dsn": "URL", "_name": "text", "routes": "JSON"}
 """By the end of a name; a number without such an end is a count."""
@@ -31,9 +37,9 @@ HEAD: Final = """\
 
 Each is an environment variable, and a field of a settings class: `RELAY_DISPATCH_…` of
 `dispatch_core.settings.CoreSettings`, `GATEWAY_…` of `gateway_sdk.GatewaySettings`, `RELAY_…` of
-`relay_sdk.RelaySettings`, `OUTBOX_…` of `dispatch_core.settings.OutboxSettings`. What is given in code comes before the
-environment, and that before the default. A wrong value is a `ConfigurationError` at the start, which names the
-variable.
+`relay_sdk.RelaySettings`, `OUTBOX_…` of `dispatch_core.settings.OutboxSettings`, `DURABLE_…` of
+`dispatch_core.settings.DurableJobsSettings`. What is given in code comes before the environment, and that before the
+default. A wrong value is a `ConfigurationError` at the start, which names the variable.
 
 This page is made from the classes: `python docs/settings_table.py --write`; `make check` fails where it differs.
 
