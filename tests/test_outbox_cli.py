@@ -25,8 +25,8 @@ from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.migrate import migrate
 from dispatch_core.outbox_repository import OutboxRepository
 from gateway_sdk import DispatchSink
+from gateway_sdk.cli_words import parse_age, pretty_json, span
 from gateway_sdk.outbox_cli import decide
-from gateway_sdk.outbox_cli.text import parse_age, pretty_json, span
 from tests.support.cli import COMMAND, Ended, environment, run_cli, spawn_cli
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually

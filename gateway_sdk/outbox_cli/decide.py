@@ -14,6 +14,7 @@ import typer
 from dispatch_core.cli.common import NOTHING_MATCHED, Output, OutputOption, emit_json, note, run_async
 from dispatch_core.outbox_repository import OutboxRepository
 from gateway_sdk.cli_text import waiting
+from gateway_sdk.cli_words import amount, ask, must_be_answerable, parse_age, progress, span
 from gateway_sdk.outbox_cli.common import (
     COUNTED,
     DsnOption,
@@ -29,7 +30,6 @@ from gateway_sdk.outbox_cli.common import (
     tenants_of,
     verbs_at,
 )
-from gateway_sdk.outbox_cli.text import amount, ask, must_be_answerable, parse_age, progress, span
 
 __all__ = ["park", "purge", "retry"]
 

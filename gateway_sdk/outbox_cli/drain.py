@@ -35,10 +35,10 @@ from dispatch_core.errors import ConfigurationError, SchemaMismatchError, Tenanc
 from dispatch_core.migrate import check_schema
 from dispatch_core.outbox import DrainReport
 from dispatch_core.settings import CoreSettings, OutboxSettings
+from gateway_sdk.cli_words import amount, parse_age, printable, progress
 from gateway_sdk.client import GatewayClient
 from gateway_sdk.outbox import OutboxDrainer
 from gateway_sdk.outbox_cli.common import DsnOption, JsonOption, TenantsOption, format_of, outbox_dsn, verbs_at
-from gateway_sdk.outbox_cli.text import amount, parse_age, printable, progress
 from gateway_sdk.outbox_sinks import DispatchSink, OutboxRoute
 from gateway_sdk.settings import GatewaySettings
 

@@ -13,6 +13,7 @@ import typer
 from dispatch_core.cli.common import NOTHING_MATCHED, Output, OutputOption, emit_json, note, run_async
 from dispatch_core.settings import OutboxSettings
 from gateway_sdk.cli_text import waiting
+from gateway_sdk.cli_words import amount, parse_age
 from gateway_sdk.outbox_cli.common import (
     COUNTED,
     DsnOption,
@@ -30,10 +31,8 @@ from gateway_sdk.outbox_cli.common import (
 )
 from gateway_sdk.outbox_cli.text import (
     SHOWN_CHARS,
-    amount,
     emit_event_json,
     emit_events_json,
-    parse_age,
     print_event,
     print_events,
     print_status,
