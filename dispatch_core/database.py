@@ -487,6 +487,11 @@ class Database:
             self._pool.terminate()
 
     @property
+    def is_borrowed(self) -> bool:
+        """Whether the pool is the caller's, and so its codecs, search path and settings."""
+        return not self._owns_pool
+
+    @property
     def max_size(self) -> int:
         """How many connections the pool may have."""
         return self._max_size if self._owns_pool else int(self._pool.get_max_size())
