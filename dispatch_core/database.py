@@ -492,6 +492,11 @@ class Database:
         return not self._owns_pool
 
     @property
+    def command_timeout(self) -> float:
+        """Seconds for one statement."""
+        return self._command_timeout
+
+    @property
     def max_size(self) -> int:
         """How many connections the pool may have."""
         return self._max_size if self._owns_pool else int(self._pool.get_max_size())
