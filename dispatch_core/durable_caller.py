@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 from uuid import UUID
 
@@ -19,7 +19,7 @@ from dispatch_core import codec
 from dispatch_core.database import mapped_errors
 from dispatch_core.errors import TransactionRequiredError
 
-__all__ = ["CallersConnection", "JoinableConnection"]
+__all__ = ["CallersConnection", "JoinableConnection", "typed"]
 
 _ROWS: Final = ("select pg_catalog.row_to_json(r) from (", ") as r")
 
@@ -32,18 +32,22 @@ class JoinableConnection(Protocol):
 
     def is_in_transaction(self) -> bool: ...
 
-    async def copy_from_query(self, query: str, /, *, output: Any, encoding: str) -> str: ...
+    async def copy_from_query(self, query: str, /, *, output: Any, timeout: float | None, encoding: str) -> str: ...
 
 
 class CallersConnection:
     """The caller's connection, as far as the verbs of a repository need one."""
 
-    __slots__ = ("_conn", "_joins")
+    __slots__ = ("_conn", "_joins", "_timeout")
 
-    def __init__(self, conn: JoinableConnection, *, joins: bool = True) -> None:
-        """Take the connection. `joins`: it must be in a transaction, or each statement would commit by itself."""
+    def __init__(self, conn: JoinableConnection, *, joins: bool = True, timeout: float | None = None) -> None:
+        """Take the connection. `joins`: it must be in a transaction, or each statement would commit by itself.
+
+        `timeout`: seconds for a statement; None: as the connection has it.
+        """
         self._conn = conn
         self._joins = joins
+        self._timeout = timeout
 
     async def fetch(self, sql: str, *args: object) -> list[Any]:
         """Run one statement; return its rows as maps: ids are UUIDs, times aware datetimes, the rest as JSON has it.
@@ -59,19 +63,20 @@ class CallersConnection:
         with mapped_errors():
             if self._joins and not self._conn.is_in_transaction():
                 raise TransactionRequiredError
-            await self._conn.copy_from_query(text.join(_ROWS), output=receive, encoding="UTF8")
+            await self._conn.copy_from_query(text.join(_ROWS), output=receive, encoding="UTF8", timeout=self._timeout)
         # JSON has no raw control character, so all that COPY has escaped are backslashes.
         lines = received.replace(rb"\\", b"\\").split(b"\n")
-        return [_row(codec.decode_payload(line.decode())) for line in lines if line]
+        return [typed(codec.decode_payload(line.decode())) for line in lines if line]
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
+def typed(row: dict[str, Any]) -> dict[str, Any]:
+    """Have ids and times of a row that is JSON be what the driver makes of them."""
     for column, value in row.items():
         if value is not None:
             if column in ("job_id", "lease_token"):
                 row[column] = UUID(value)
             elif column == "at" or column.endswith("_at"):
-                row[column] = datetime.fromisoformat(value)
+                row[column] = datetime.fromisoformat(value).astimezone(UTC)
     return row
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json as standard_json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Final, TypeVar
@@ -184,8 +184,8 @@ def chunks_json(chunks: Iterable[object], max_payload_bytes: int, first: int = 0
     return found
 
 
-def row_errors_json(errors: Sequence[RowError], max_data_bytes: int) -> str:
-    """Return row errors as `relay.durable_row_errors_add` takes them; messages are cut at 2000 bytes."""
+def row_errors_json(errors: Iterable[object], max_data_bytes: int) -> list[bytes]:
+    """Return each row error as `relay.durable_row_errors_add` takes it; a message is cut at 2000 bytes."""
     found = []
     for n, error in enumerate(errors):
         if not isinstance(error, RowError):
@@ -193,11 +193,11 @@ def row_errors_json(errors: Sequence[RowError], max_data_bytes: int) -> str:
         fields: dict[str, Any] = {"row": number(f"row of errors[{n}]", error.row)}
         fields["code"] = text_or_none(f"code of errors[{n}]", error.code, _MAX_CODE_BYTES) or ""
         fields["message"] = codec.sanitize(error.message, MAX_TEXT_BYTES)
-        text = standard_json.dumps(fields)
+        text = standard_json.dumps(fields).encode()
         if error.data is not None:
-            text = f'{text[:-1]}, "data": {json_text(f"data of errors[{n}]", error.data, max_data_bytes)}}}'
+            text = text[:-1] + b', "data": ' + _json(f"data of errors[{n}]", error.data, max_data_bytes) + b"}"
         found.append(text)
-    return f"[{','.join(found)}]"
+    return found
 
 
 def extra_json(field: str, extra: object, allowed: Mapping[str, str], max_bytes: int) -> str:

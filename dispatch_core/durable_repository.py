@@ -7,47 +7,32 @@ PostgreSQL refuses comes as one of ours (`errors`). A tenant of None is the one 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Final
 from uuid import UUID
 
-from dispatch_core import codec
 from dispatch_core import durable_input as check
-from dispatch_core.database import Connection, Database, mapped_errors
-from dispatch_core.durable_caller import CallersConnection
+from dispatch_core.durable_calls import tenant_or_none
 from dispatch_core.durable_models import (
     CHUNK_DECISIONS,
     JOB_ACTIONS,
-    ChunkOutcome,
-    ChunkSettled,
     ChunkSpec,
     ChunkStatus,
-    ClaimedChunks,
     Controlled,
-    DurableChunk,
-    DurableJob,
-    EventPage,
-    Heartbeaten,
-    JobLease,
     JobStatus,
-    QueryPage,
     ReapedChunk,
     Resolved,
-    RowError,
     Swept,
 )
-from dispatch_core.durable_rows import chunk_of, claimed_of, event_of, job_of, row_error_of, status_or_none
+from dispatch_core.durable_reading import ReadingVerbs
+from dispatch_core.durable_rows import status_or_none
+from dispatch_core.durable_working import WorkingVerbs
 from dispatch_core.errors import (
     InvalidInputError,
     JobClosedError,
-    LeaseLostError,
-    TenancyUnboundError,
     UnknownJobError,
 )
-from dispatch_core.models import WriteOutcome
-from dispatch_core.settings import DurableJobsSettings
 
 __all__ = ["DurableRepository"]
 
@@ -60,62 +45,6 @@ _INSERT_CHUNKS: Final = (
 )
 _SEAL: Final = "select relay.durable_seal($1::text, $2::uuid, $3::bigint, $4::boolean) as value"
 _ABANDON: Final = "select relay.durable_abandon($1::text, $2::uuid) as value"
-
-_JOBS: Final = "select * from relay.durable_jobs($1::text, $2::uuid[], $3::boolean)"
-_CHUNKS: Final = (
-    "select * from relay.durable_chunks($1::text, $2::uuid, $3::bigint[], $4::bigint, $5::bigint, $6::text)"
-)
-_ROW_ERRORS: Final = (
-    "select * from relay.durable_row_errors($1::text, $2::uuid, $3::bigint, $4::bigint, $5::bigint, $6::text,"
-    " $7::bigint)"
-)
-_EVENTS: Final = "select * from relay.durable_events($1::text, $2::uuid, $3::text, $4::bigint)"
-_QUERY: Final = (
-    "select * from relay.durable_query($1::text, $2::text, $3::text::jsonb, $4::uuid, $5::text::jsonb, $6::bigint)"
-)
-
-_CLAIM: Final = (
-    "select * from relay.durable_claim($1::text[], $2::text[], $3::bigint[], $4::bigint, $5::text, $6::uuid,"
-    " $7::interval, $8::bigint)"
-)
-_CLAIM_NEXT: Final = (
-    "select * from relay.durable_claim_next($1::text, $2::uuid, $3::bigint, $4::text, $5::uuid, $6::interval)"
-)
-_CLAIM_CHUNK: Final = (
-    "select * from relay.durable_claim_chunk($1::text, $2::uuid, $3::bigint, $4::bigint, $5::text, $6::uuid,"
-    " $7::interval)"
-)
-_CLAIM_AGAIN: Final = "select * from relay.durable_claim_again($1::text[], $2::uuid)"
-_CANDIDATES: Final = "select * from relay.durable_candidates($1::text, $2::text[], $3::bigint, $4::uuid)"
-_TENANTS: Final = "select tenant_id from relay.durable_tenants($1::text[]) order by 1"
-_HEARTBEAT: Final = (
-    "select n, outcome, job_status from relay.durable_heartbeat($1::text[], $2::uuid[], $3::bigint[], $4::uuid[],"
-    " $5::bigint[], $6::interval, $7::bigint[])"
-)
-_CHECKPOINT: Final = (
-    "select relay.durable_checkpoint($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint, $6::text::jsonb,"
-    " $7::bigint, $8::bigint, $9::interval)::text as value"
-)
-_COMPLETE: Final = (
-    "select outcome, last from relay.durable_complete($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint,"
-    " $6::text::jsonb, $7::bigint, $8::bigint)"
-)
-_COMPLETE_MANY: Final = (
-    "select n, outcome, last from relay.durable_complete_many($1::text[], $2::uuid[], $3::bigint[], $4::uuid[],"
-    " $5::bigint[], $6::text[], $7::bigint[], $8::bigint[])"
-)
-_FAIL: Final = (
-    "select status, last from relay.durable_fail($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint, $6::text,"
-    " $7::boolean, $8::interval)"
-)
-_RELEASE: Final = (
-    "select n, outcome, status from relay.durable_release($1::text[], $2::uuid[], $3::bigint[], $4::uuid[],"
-    " $5::bigint[], $6::text, $7::boolean)"
-)
-_ROW_ERRORS_ADD: Final = (
-    "select relay.durable_row_errors_add($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint, $6::text::jsonb)"
-    " as value"
-)
 
 _FINISH: Final = "select job_id, status, ended from relay.durable_finish($1::text, $2::uuid[])"
 _REFRESH: Final = "select status from relay.durable_refresh_counters($1::text, $2::uuid)"
@@ -142,35 +71,29 @@ _RECORD_EVENT: Final = (
     "select relay.durable_record_event($1::text, $2::uuid, $3::bigint, $4::text, $5::text, $6::text, $7::text,"
     " $8::text::jsonb) as value"
 )
+_RECORD_EVENT_WITHIN: Final = (
+    _RECORD_EVENT + " from (select pg_catalog.set_config('lock_timeout', $9::text, true) as set offset 0) as s"
+)
+_SET_LOCK_TIMEOUT: Final = "select pg_catalog.set_config('lock_timeout', $1::text, true) as value"
+_LOCK_TIMEOUT: Final = "select pg_catalog.current_setting('lock_timeout') as value"
+_NOW: Final = "select pg_catalog.clock_timestamp() as at"
 _CHANNEL: Final = "select relay.channel($1::text, $2::text) as value"
+
+MILLISECOND: Final = timedelta(milliseconds=1)
 
 JOB_COLUMNS: Final = {"priority": "number", "max_attempts": "positive", "last_error": "text", "params": "json"}
 """What may be written of a job from outside."""
 CHUNK_COLUMNS: Final = {"last_error": "text", "attempts": "reset"}
 
-_Fetch: TypeAlias = Callable[..., Awaitable[list[Any]]]
 
-
-class DurableRepository:
+class DurableRepository(ReadingVerbs, WorkingVerbs):
     """The verbs on a connection, or on connections of a `Database`, one for each call.
 
     A connection must be as the driver made it. One of somebody else's, with codecs of his, is given as a
-    `CallersConnection`.
+    `CallersConnection`, and those of a pool that a `Database` has borrowed are taken for such.
     """
 
-    __slots__ = ("_fetch", "_settings")
-
-    def __init__(
-        self, connection: Connection | CallersConnection | Database, settings: DurableJobsSettings | None = None
-    ) -> None:
-        """Take a connection. `settings`: the sizes that are allowed, leases, sweeps."""
-        if isinstance(connection, Database):
-            self._fetch: _Fetch = connection.execute
-        elif isinstance(connection, CallersConnection):
-            self._fetch = connection.fetch
-        else:
-            self._fetch = _fetcher(connection)
-        self._settings = settings or DurableJobsSettings()
+    __slots__ = ()
 
     # --- submitting (gateways) ------------------------------------------------------------------------------------
 
@@ -195,7 +118,7 @@ class DurableRepository:
         return bool(
             await self._value(
                 _INSERT_JOB,
-                _tenant(tenant),
+                tenant_or_none(tenant),
                 check.identity("job_id", job_id),
                 check.name("kind", kind),
                 check.json_text("params", {} if params is None else params, self._settings.max_payload_bytes),
@@ -229,7 +152,7 @@ class DurableRepository:
         """Store chunks that were checked and encoded by `durable_input.chunks_json`; see `insert_chunks`."""
         job_id = check.identity("job_id", job_id)
         args = (
-            _tenant(tenant),
+            tenant_or_none(tenant),
             job_id,
             (b"[" + b",".join(texts) + b"]").decode(),
             None if from_seq is None else check.number("from_seq", from_seq, 1),
@@ -245,326 +168,12 @@ class DurableRepository:
         Idempotent: yes. Raises: UnknownJobError (it was abandoned, too); JobClosedError where it has not so many.
         """
         job_id = check.identity("job_id", job_id)
-        args = (_tenant(tenant), job_id, check.count_or_none("chunks", chunks), check.flag("notify", notify))
+        args = (tenant_or_none(tenant), job_id, check.count_or_none("chunks", chunks), check.flag("notify", notify))
         return JobStatus(await self._value_of(job_id, _SEAL, *args))
 
     async def abandon(self, tenant: str | None, job_id: UUID) -> bool:
         """Give a submission up; False: there is none, or it is sealed already."""
-        return bool(await self._value(_ABANDON, _tenant(tenant), check.identity("job_id", job_id)))
-
-    # --- reading --------------------------------------------------------------------------------------------------
-
-    async def jobs(self, tenant: str | None, job_ids: Sequence[UUID], *, fresh: bool = False) -> list[DurableJob]:
-        """Return those of the jobs that there are, in the order asked for. `fresh`: their counters are counted now."""
-        name, ids = _tenant(tenant), [check.identity("an item of job_ids", job_id) for job_id in job_ids]
-        return [job_of(row, name) for row in await self._fetch(_JOBS, name, ids, check.flag("fresh", fresh))]
-
-    async def chunks(
-        self,
-        tenant: str | None,
-        job_id: UUID,
-        *,
-        seqs: Sequence[int] | None = None,
-        after: int = 0,
-        limit: int = 1000,
-        status: ChunkStatus | str | None = None,
-    ) -> list[DurableChunk]:
-        """Return chunks of a job in their order: those of `seqs`, or a page of all behind `after`, in one status."""
-        name = _tenant(tenant)
-        rows = await self._fetch(
-            _CHUNKS,
-            name,
-            check.identity("job_id", job_id),
-            None if seqs is None else [check.number("an item of seqs", seq) for seq in seqs],
-            check.number("after", after),
-            check.number("limit", limit, 1),
-            None if status is None else check.one_of("status", status, ChunkStatus).value,
-        )
-        return [chunk_of(row, name) for row in rows]
-
-    async def row_errors(
-        self,
-        tenant: str | None,
-        job_id: UUID,
-        *,
-        limit: int = 1000,
-        after: RowError | None = None,
-        seq: int | None = None,
-    ) -> list[RowError]:
-        """Return a page of a job's bad rows, by chunk, row and code. `after`: the last one of the page before."""
-        if after is not None and not isinstance(after, RowError):
-            raise InvalidInputError(f"after must be a RowError, not {type(after).__name__}")
-        rows = await self._fetch(
-            _ROW_ERRORS,
-            _tenant(tenant),
-            check.identity("job_id", job_id),
-            check.number("limit", limit, 1),
-            0 if after is None else check.count("seq of after", after.seq),
-            -check.MAX_BIGINT - 1 if after is None else check.number("row of after", after.row),
-            "" if after is None else check.text_or_none("code of after", after.code),
-            check.count_or_none("seq", seq),
-        )
-        return [row_error_of(row) for row in rows]
-
-    async def events(
-        self, tenant: str | None, job_id: UUID, *, after: str | None = None, limit: int = 1000
-    ) -> EventPage:
-        """Return the events that come after a cursor (None: from the beginning), and the cursor to go on from.
-
-        None is ever skipped, whenever its transaction commits. Raises: InvalidInputError for what is no cursor.
-        """
-        rows = await self._fetch(
-            _EVENTS,
-            _tenant(tenant),
-            check.identity("job_id", job_id),
-            check.text_or_none("after", after, 1024 * 1024),
-            check.number("limit", limit, 1),
-        )
-        return EventPage([event_of(row) for row in rows[:-1]], rows[-1]["next_cursor"])
-
-    async def query(
-        self,
-        tenant: str | None,
-        table: str,
-        filter_json: str,
-        *,
-        job_id: UUID | None = None,
-        after: str | None = None,
-        limit: int = 100,
-    ) -> QueryPage:
-        """Return rows of `table` that meet a filter, as `durable_query.filter_json` makes it."""
-        rows = await self._fetch(
-            _QUERY,
-            _tenant(tenant),
-            check.text_or_none("table", table),
-            filter_json,
-            None if job_id is None else check.identity("job_id", job_id),
-            after,
-            check.number("limit", limit, 1),
-        )
-        return QueryPage(
-            [codec.decode_payload(row["item"]) for row in rows], rows[-1]["after"] if len(rows) == limit else None
-        )
-
-    # --- workers --------------------------------------------------------------------------------------------------
-
-    async def claim(
-        self,
-        tenants: Sequence[str | None],
-        kinds: Sequence[str],
-        *,
-        limit: int,
-        holder: str,
-        token: UUID,
-        lease_seconds: float | None = None,
-        limits: Sequence[int] | None = None,
-        start: int = 0,
-    ) -> ClaimedChunks:
-        """Claim the next chunks of all jobs of these kinds: by priority, age, number. `limits`: one for each kind.
-
-        `token` is new for every claim; `start`: at which of the tenants to begin.
-        """
-        lease, deadline = self._lease(lease_seconds)
-        rows = await self._fetch(
-            _CLAIM,
-            [_tenant(tenant) for tenant in tenants],
-            check.names("kinds", kinds),
-            None if limits is None else [check.count("an item of limits", most) for most in limits],
-            check.number("limit", limit, 1),
-            check.name("holder", holder),
-            check.identity("token", token),
-            lease,
-            check.count("start", start),
-        )
-        return claimed_of(rows, token, holder, deadline)
-
-    async def claim_next(
-        self,
-        tenant: str | None,
-        job_id: UUID,
-        *,
-        holder: str,
-        token: UUID,
-        limit: int = 1,
-        lease_seconds: float | None = None,
-    ) -> ClaimedChunks:
-        """Claim the chunks of a job with the lowest numbers that nobody has locked."""
-        lease, deadline = self._lease(lease_seconds)
-        rows = await self._fetch(
-            _CLAIM_NEXT,
-            _tenant(tenant),
-            check.identity("job_id", job_id),
-            check.number("limit", limit, 1),
-            check.name("holder", holder),
-            check.identity("token", token),
-            lease,
-        )
-        return claimed_of(rows, token, holder, deadline)
-
-    async def claim_chunk(
-        self,
-        tenant: str | None,
-        job_id: UUID,
-        seq: int,
-        version: int,
-        *,
-        holder: str,
-        token: UUID,
-        lease_seconds: float | None = None,
-    ) -> ClaimedChunks:
-        """Claim one chunk, if its lease_version is still the one that was read; one or none is returned."""
-        lease, deadline = self._lease(lease_seconds)
-        rows = await self._fetch(
-            _CLAIM_CHUNK,
-            _tenant(tenant),
-            check.identity("job_id", job_id),
-            check.number("seq", seq),
-            check.number("version", version),
-            check.name("holder", holder),
-            check.identity("token", token),
-            lease,
-        )
-        return claimed_of(rows, token, holder, deadline)
-
-    async def claim_again(
-        self, tenants: Sequence[str | None], token: UUID, *, holder: str, local_deadline: float
-    ) -> ClaimedChunks:
-        """Return what a claim took whose reply was lost; ask until the lease would have ended.
-
-        `local_deadline` (`time.monotonic`) is that of the claim: from before it was sent.
-        """
-        names = [_tenant(tenant) for tenant in tenants]
-        rows = await self._fetch(_CLAIM_AGAIN, names, check.identity("token", token))
-        return claimed_of(rows, token, check.name("holder", holder), lambda: local_deadline)
-
-    async def candidates(
-        self, tenant: str | None, kinds: Sequence[str], *, limit: int, job_id: UUID | None = None
-    ) -> list[tuple[UUID, int, int]]:
-        """Return job id, number and lease_version of chunks that could be claimed now, in the order of a claim."""
-        rows = await self._fetch(
-            _CANDIDATES,
-            _tenant(tenant),
-            check.names("kinds", kinds) if job_id is None else [],
-            check.number("limit", limit, 1),
-            None if job_id is None else check.identity("job_id", job_id),
-        )
-        return [(row["job_id"], row["seq"], row["lease_version"]) for row in rows]
-
-    async def tenants(self, kinds: Sequence[str] | None = None) -> list[str]:
-        """Return the tenants of this login that have something of these kinds to run."""
-        rows = await self._fetch(_TENANTS, None if kinds is None else check.names("kinds", kinds))
-        return [row["tenant_id"] for row in rows]
-
-    async def heartbeat(
-        self,
-        leases: Sequence[JobLease],
-        *,
-        lease_seconds: float | None = None,
-        rows_done: Sequence[int | None] | None = None,
-    ) -> list[Heartbeaten]:
-        """Have leases go on for `lease_seconds` from now; return what came of each, in order.
-
-        Stale: it is lost. Busy: somebody has the row locked, perhaps the holder's own transaction; ask again.
-        """
-        if not leases:
-            return []
-        lease, _ = self._lease(lease_seconds)
-        done = None if rows_done is None else [check.count_or_none("an item of rows_done", n) for n in rows_done]
-        rows = await self._fetch(_HEARTBEAT, *_arrays(leases), lease, done)
-        found = [Heartbeaten(WriteOutcome.STALE, None)] * len(leases)
-        for row in rows:
-            found[row["n"] - 1] = Heartbeaten(WriteOutcome(row["outcome"]), status_or_none(row["job_status"]))
-        return found
-
-    async def checkpoint(
-        self,
-        lease: JobLease,
-        value: Any,
-        *,
-        rows_done: int | None = None,
-        rows_failed: int | None = None,
-        renew_seconds: float | None = None,
-    ) -> None:
-        """Store how far the chunk is; counts of None stay; with `renew_seconds` its lease goes on.
-
-        Transaction: joins; the fence is held to its end. Raises: LeaseLostError.
-        """
-        fence = _fence(lease)
-        await self._under(
-            lease,
-            _CHECKPOINT,
-            *fence,
-            check.json_text("checkpoint", value, self._settings.max_checkpoint_bytes),
-            check.count_or_none("rows_done", rows_done),
-            check.count_or_none("rows_failed", rows_failed),
-            None if renew_seconds is None else check.span("renew_seconds", renew_seconds),
-        )
-
-    async def complete(self, lease: JobLease, outcome: ChunkOutcome | None = None) -> ChunkSettled:
-        """Say that the chunk is done. `last`: `finish` is to be called when this has been committed.
-
-        Transaction: joins; the fence is held to its end. Idempotent: 'repeated'. Raises: LeaseLostError.
-        """
-        fence = _fence(lease)
-        ((row),) = await self._under(lease, _COMPLETE, *fence, *self._outcome(outcome))
-        return ChunkSettled(WriteOutcome(row["outcome"]), row["last"])
-
-    async def complete_many(
-        self, leases: Sequence[JobLease], outcomes: Sequence[ChunkOutcome | None]
-    ) -> list[ChunkSettled]:
-        """Say of many chunks that they are done, in one transaction; each has its own answer, `stale` where lost."""
-        if len(leases) != len(outcomes):
-            raise InvalidInputError(f"{len(leases)} leases and {len(outcomes)} outcomes: there must be one for each")
-        if not leases:
-            return []
-        columns = [self._outcome(outcome) for outcome in outcomes]
-        texts = [text for text, _, _ in columns]
-        done, failed = [rows for _, rows, _ in columns], [rows for _, _, rows in columns]
-        rows = await self._fetch(_COMPLETE_MANY, *_arrays(leases), texts, _any(done), _any(failed))
-        found = [ChunkSettled(WriteOutcome.STALE, False)] * len(leases)
-        for row in rows:
-            found[row["n"] - 1] = ChunkSettled(WriteOutcome(row["outcome"]), row["last"])
-        return found
-
-    async def fail(
-        self, lease: JobLease, message: str, *, retryable: bool, delay_seconds: float | None = None
-    ) -> tuple[ChunkStatus | None, bool]:
-        """Say that an attempt has failed; return what the chunk is now (None: the lease is lost) and `last`.
-
-        It is a retry, `delay_seconds` from now on, where `retryable` and attempts remain.
-        """
-        ((row),) = await self._fetch(
-            _FAIL,
-            *_fence(lease),
-            codec.sanitize(message, check.MAX_TEXT_BYTES),
-            check.flag("retryable", retryable),
-            None if delay_seconds is None else check.span("delay_seconds", delay_seconds, zero=True),
-        )
-        return (None if row["status"] is None else ChunkStatus(row["status"])), row["last"]
-
-    async def release(
-        self, leases: Sequence[JobLease], to: ChunkStatus | str = ChunkStatus.PENDING, *, notify: bool = False
-    ) -> list[tuple[WriteOutcome, ChunkStatus | None]]:
-        """Give chunks back, their attempts not counted, to `pending` or `retry`; in a cancelled job to `cancelled`."""
-        status = check.one_of("to", to, ChunkStatus, but=[s for s in ChunkStatus if s not in ("pending", "retry")])
-        if not leases:
-            return []
-        rows = await self._fetch(_RELEASE, *_arrays(leases), status.value, check.flag("notify", notify))
-        found: list[tuple[WriteOutcome, ChunkStatus | None]] = [(WriteOutcome.STALE, None)] * len(leases)
-        for row in rows:
-            became = row["status"]
-            found[row["n"] - 1] = (WriteOutcome(row["outcome"]), None if became is None else ChunkStatus(became))
-        return found
-
-    async def row_errors_add(self, lease: JobLease, errors: Sequence[RowError]) -> int:
-        """Tell rows that could not be used; return how many. The same row and code again replaces what was said.
-
-        Transaction: joins; the fence is held to its end. Raises: LeaseLostError.
-        """
-        fence = _fence(lease)
-        text = check.row_errors_json(errors, self._settings.max_payload_bytes)
-        ((row),) = await self._under(lease, _ROW_ERRORS_ADD, *fence, text)
-        return int(row["value"])
+        return bool(await self._value(_ABANDON, tenant_or_none(tenant), check.identity("job_id", job_id)))
 
     # --- everybody ------------------------------------------------------------------------------------------------
 
@@ -574,17 +183,19 @@ class DurableRepository:
         Transaction: its own. Never in one that holds a chunk. Idempotent: yes.
         """
         ids = [check.identity("an item of job_ids", job_id) for job_id in job_ids]
-        rows = await self._fetch(_FINISH, _tenant(tenant), ids)
+        rows = await self._fetch(_FINISH, tenant_or_none(tenant), ids)
         return [(row["job_id"], JobStatus(row["status"]), row["ended"]) for row in rows]
 
     async def refresh_counters(self, tenant: str | None, job_id: UUID) -> JobStatus | None:
         """Count a job's chunks into its counters; return its status, None where there is no such job."""
-        rows = await self._fetch(_REFRESH, _tenant(tenant), check.identity("job_id", job_id))
+        rows = await self._fetch(_REFRESH, tenant_or_none(tenant), check.identity("job_id", job_id))
         return JobStatus(rows[0]["status"]) if rows else None
 
     async def reap(self, tenant: str | None, reaper: str, *, limit: int) -> list[ReapedChunk]:
         """Take back at most `limit` chunks whose lease has run out; then `finish` is to be called for the jobs."""
-        rows = await self._fetch(_REAP, _tenant(tenant), check.name("reaper", reaper), check.number("limit", limit, 1))
+        rows = await self._fetch(
+            _REAP, tenant_or_none(tenant), check.name("reaper", reaper), check.number("limit", limit, 1)
+        )
         return [
             ReapedChunk(
                 row["tenant_id"],
@@ -640,7 +251,7 @@ class DurableRepository:
             raise InvalidInputError(f"action must be one of {', '.join(JOB_ACTIONS)}")
         ((row),) = await self._fetch(
             _CONTROL,
-            _tenant(tenant),
+            tenant_or_none(tenant),
             check.identity("job_id", job_id),
             action,
             *_who(actor, channel, note),
@@ -664,7 +275,7 @@ class DurableRepository:
             raise InvalidInputError(f"decision must be one of {', '.join(CHUNK_DECISIONS)}")
         ((row),) = await self._fetch(
             _RESOLVE,
-            _tenant(tenant),
+            tenant_or_none(tenant),
             check.identity("job_id", job_id),
             check.number("seq", seq),
             decision,
@@ -690,7 +301,7 @@ class DurableRepository:
         return bool(
             await self._value(
                 _SET_JOB_STATUS,
-                _tenant(tenant),
+                tenant_or_none(tenant),
                 check.identity("job_id", job_id),
                 [status.value for status in check.some_of("from_", from_, JobStatus)],
                 check.one_of("to", to, JobStatus).value,
@@ -702,7 +313,7 @@ class DurableRepository:
     async def update_job(self, tenant: str | None, job_id: UUID, extra: Mapping[str, Any]) -> bool:
         """Write columns of a job whatever its status; False: no such job."""
         text = check.extra_json("extra", extra, JOB_COLUMNS, self._settings.max_payload_bytes)
-        return bool(await self._value(_UPDATE_JOB, _tenant(tenant), check.identity("job_id", job_id), text))
+        return bool(await self._value(_UPDATE_JOB, tenant_or_none(tenant), check.identity("job_id", job_id), text))
 
     async def set_chunk_statuses(
         self,
@@ -718,7 +329,7 @@ class DurableRepository:
         return int(
             await self._value(
                 _SET_CHUNK_STATUSES,
-                _tenant(tenant),
+                tenant_or_none(tenant),
                 check.identity("job_id", job_id),
                 [status.value for status in check.some_of("from_", from_, ChunkStatus)],
                 check.one_of("to", to, ChunkStatus, but=[ChunkStatus.RUNNING]).value,
@@ -738,29 +349,42 @@ class DurableRepository:
         channel: str | None = None,
         holder: str | None = None,
         detail: Any = None,
+        lock_timeout_seconds: float | None = None,
     ) -> bool:
-        """Add an event to the timeline of a job, or of a chunk of it; False: no such job. Locks nothing."""
-        return bool(
-            await self._value(
-                _RECORD_EVENT,
-                _tenant(tenant),
-                check.identity("job_id", job_id),
-                None if seq is None else check.number("seq", seq),
-                check.event_type("type_", type_),
-                *_who(actor, channel, holder, third="holder"),
-                None if detail is None else check.json_text("detail", detail, self._settings.max_payload_bytes),
-            )
+        """Add an event to the timeline of a job, or of a chunk of it; False: no such job. It waits for no row's lock.
+
+        `lock_timeout_seconds`: for a table that somebody has locked; it holds to the end of the transaction.
+        """
+        args = (
+            tenant_or_none(tenant),
+            check.identity("job_id", job_id),
+            None if seq is None else check.number("seq", seq),
+            check.event_type("event", type_),
+            *_who(actor, channel, holder, third="holder"),
+            None if detail is None else check.json_text("detail", detail, self._settings.max_payload_bytes),
         )
+        if lock_timeout_seconds is None:
+            return bool(await self._value(_RECORD_EVENT, *args))
+        timeout = check.span("lock_timeout_seconds", lock_timeout_seconds)
+        return bool(await self._value(_RECORD_EVENT_WITHIN, *args, f"{max(timeout // MILLISECOND, 1)}ms"))
+
+    async def lock_timeout(self) -> str:
+        """Return the lock timeout of the connection."""
+        return str(await self._value(_LOCK_TIMEOUT))
+
+    async def set_lock_timeout(self, value: str) -> None:
+        """Set the lock timeout for the rest of the transaction."""
+        await self._value(_SET_LOCK_TIMEOUT, value)
+
+    async def now(self) -> datetime:
+        """Return the database's clock, which goes on in a transaction that waits."""
+        ((row),) = await self._fetch(_NOW)
+        now: datetime = row["at"]
+        return now
 
     async def channel(self, kind: str, tenant: str | None) -> str:
         """Return the channel that rings for a tenant: `durable` for workers, `durable_watch` for those who watch."""
-        return str(await self._value(_CHANNEL, kind, _tenant(tenant)))
-
-    # --- how ------------------------------------------------------------------------------------------------------
-
-    async def _value(self, sql: str, *args: object) -> Any:
-        ((row),) = await self._fetch(sql, *args)
-        return row["value"]
+        return str(await self._value(_CHANNEL, kind, tenant_or_none(tenant)))
 
     async def _value_of(self, job_id: UUID, sql: str, *args: object) -> Any:
         try:
@@ -769,59 +393,6 @@ class DurableRepository:
             raise UnknownJobError(job_id=job_id) from error
         except JobClosedError as error:
             raise JobClosedError(str(error), job_id=job_id) from error
-
-    async def _under(self, lease: JobLease, sql: str, *args: object) -> list[Any]:
-        try:
-            return await self._fetch(sql, *args)
-        except LeaseLostError as error:
-            raise LeaseLostError(job_id=lease.job_id, seq=lease.seq) from error
-
-    def _outcome(self, outcome: ChunkOutcome | None) -> tuple[str, int | None, int | None]:
-        if outcome is None:
-            return "null", None, None
-        if not isinstance(outcome, ChunkOutcome):
-            raise InvalidInputError(f"outcome must be a ChunkOutcome, not {type(outcome).__name__}")
-        return (
-            check.json_text("outcome", outcome.value, self._settings.max_checkpoint_bytes),
-            check.count_or_none("rows_done", outcome.rows_done),
-            check.count_or_none("rows_failed", outcome.rows_failed),
-        )
-
-    def _lease(self, lease_seconds: float | None) -> tuple[timedelta, Callable[[], float]]:
-        span = check.span("lease_seconds", self._settings.lease_seconds if lease_seconds is None else lease_seconds)
-        until = time.monotonic() + span.total_seconds()
-        return span, lambda: until
-
-
-def _fetcher(conn: Connection) -> _Fetch:
-    async def fetch(sql: str, *args: object) -> list[Any]:
-        with mapped_errors():
-            rows: list[Any] = await conn.fetch(sql, *args)
-            return rows
-
-    return fetch
-
-
-def _tenant(tenant: str | None) -> str | None:
-    if tenant is None:
-        return None
-    if tenant == "":
-        raise TenancyUnboundError("'' is no tenant")
-    return codec.check_name("tenant", tenant)
-
-
-def _fence(lease: JobLease) -> tuple[str, UUID, int, UUID, int]:
-    lease = check.lease_of(lease)
-    return lease.tenant_id, lease.job_id, lease.seq, lease.token, lease.version
-
-
-def _arrays(leases: Sequence[JobLease]) -> list[list[Any]]:
-    return [list(column) for column in zip(*map(_fence, leases), strict=True)]
-
-
-def _any(values: list[int | None]) -> list[int | None] | None:
-    """Return counts, or None where none of them is known."""
-    return values if any(value is not None for value in values) else None
 
 
 def _who(actor: str | None, channel: str | None, note: str | None, *, third: str = "note") -> list[str | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
@@ -44,8 +43,7 @@ def claimed_of(rows: Sequence[Any], token: UUID, holder: str, deadline: Callable
     claimed = ClaimedChunks([], {})
     for row in rows:
         if row["outcome"] == "waiting":
-            wait: timedelta = row["wait"]
-            claimed.waiting[row["tenant_id"]] = wait.total_seconds()
+            claimed.waiting[row["tenant_id"]] = row["wait"]
             continue
         job_id = row["job_id"]
         if row["params"] is not None:  # they come with the first chunk of a job
