@@ -3,6 +3,7 @@
     migrate                   bring a database's schema `relay` up to this version
     RelayDispatchRepository   the dispatch verbs on a connection of yours, one SQL function each
     Outbox                    events written in a transaction of yours, and drained into sinks afterwards
+    DurableJobStore           jobs of many chunks, each under a fenced lease, on a pool or in a transaction of yours
     DispatchRequest, DispatchJob, DispatchResult, DispatchStatus    what crosses the seams
     RelayDispatchError        the root of every error, with a stable `code` and `retryable`
 
@@ -10,6 +11,30 @@ Applications use `gateway_sdk` and `relay_sdk`, which stand on this package and 
 """
 
 from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.durable import (
+    ChunkOutcome,
+    ChunkSettled,
+    ChunkSpec,
+    ChunkStatus,
+    ClaimedChunk,
+    ClaimedChunks,
+    Controlled,
+    DurableChunk,
+    DurableJob,
+    DurableJobsSettings,
+    DurableJobStore,
+    DurableRepository,
+    EventPage,
+    JobEvent,
+    JobEventType,
+    JobLease,
+    JobProgress,
+    JobStatus,
+    QueryPage,
+    ReapedChunk,
+    Resolved,
+    RowError,
+)
 from dispatch_core.errors import (
     ClientClosedError,
     ConfigurationError,
@@ -26,6 +51,8 @@ from dispatch_core.errors import (
     InvalidNameError,
     InvalidPayloadError,
     InvalidResultError,
+    JobClosedError,
+    LeaseLostError,
     MalformedHeadersError,
     MigrationDriftError,
     MigrationError,
@@ -67,18 +94,36 @@ from dispatch_core.tenancy import DISPATCH_TENANT_SCOPE_SQL
 
 __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "DISPATCH_TENANT_SCOPE_SQL",
+    "DurableJobStore",
+    "DurableRepository",
     "Outbox",
     "RelayDispatchRepository",
     "migrate",
     #
+    "ChunkOutcome",
+    "ChunkSettled",
+    "ChunkSpec",
+    "ChunkStatus",
+    "ClaimedChunk",
+    "ClaimedChunks",
     "ClaimedJobs",
     "Completion",
+    "Controlled",
     "DispatchJob",
     "DispatchRequest",
     "DispatchResult",
     "DispatchStatus",
     "DrainReport",
+    "DurableChunk",
+    "DurableJob",
+    "DurableJobsSettings",
     "EndedJob",
+    "EventPage",
+    "JobEvent",
+    "JobEventType",
+    "JobLease",
+    "JobProgress",
+    "JobStatus",
     "MalformedJob",
     "OutboxEvent",
     "OutboxMessage",
@@ -86,6 +131,10 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "OutboxRetry",
     "OutboxSettings",
     "PutBack",
+    "QueryPage",
+    "ReapedChunk",
+    "Resolved",
+    "RowError",
     "Settled",
     "WriteOutcome",
     #
@@ -104,6 +153,8 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "InvalidNameError",
     "InvalidPayloadError",
     "InvalidResultError",
+    "JobClosedError",
+    "LeaseLostError",
     "MalformedHeadersError",
     "MigrationDriftError",
     "MigrationError",

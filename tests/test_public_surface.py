@@ -10,11 +10,18 @@ import pytest
 
 SURFACE = {
     "dispatch_core": [
+        "ChunkOutcome",
+        "ChunkSettled",
+        "ChunkSpec",
+        "ChunkStatus",
+        "ClaimedChunk",
+        "ClaimedChunks",
         "ClaimedJobs",
         "ClientClosedError",
         "Completion",
         "ConfigurationError",
         "ConnectionLostError",
+        "Controlled",
         "DISPATCH_TENANT_SCOPE_SQL",
         "DatabaseBusyError",
         "DatabaseError",
@@ -24,7 +31,13 @@ SURFACE = {
         "DispatchResult",
         "DispatchStatus",
         "DrainReport",
+        "DurableChunk",
+        "DurableJob",
+        "DurableJobStore",
+        "DurableJobsSettings",
+        "DurableRepository",
         "EndedJob",
+        "EventPage",
         "HandlerRegistrationError",
         "IdempotencyConflictError",
         "InvalidBodyError",
@@ -34,6 +47,13 @@ SURFACE = {
         "InvalidNameError",
         "InvalidPayloadError",
         "InvalidResultError",
+        "JobClosedError",
+        "JobEvent",
+        "JobEventType",
+        "JobLease",
+        "JobProgress",
+        "JobStatus",
+        "LeaseLostError",
         "MalformedHeadersError",
         "MalformedJob",
         "MigrationDriftError",
@@ -46,8 +66,12 @@ SURFACE = {
         "OutboxRetry",
         "OutboxSettings",
         "PutBack",
+        "QueryPage",
+        "ReapedChunk",
         "RelayDispatchError",
         "RelayDispatchRepository",
+        "Resolved",
+        "RowError",
         "SchemaMismatchError",
         "Settled",
         "TenancyDeniedError",
@@ -106,6 +130,37 @@ REPOSITORY = {
     "now": "",
 }
 
+# The methods of the store of durable jobs, by the names of the issue, with their parameters.
+STORE = {
+    "now": "",
+    "insert_job": "kind params job_id idempotent max_attempts priority created_by conn",
+    "insert_chunks": "job_id chunks from_seq conn",
+    "get_job": "job_id fresh",
+    "get_chunk": "job_id seq",
+    "get_chunks": "job_id status",
+    "query": "table filter job_id after limit",
+    "events": "job_id after limit",
+    "row_errors": "job_id after seq limit",
+    "set_job_status": "job_id from_ to extra",
+    "set_job_status_with_event": "job_id from_ to event extra actor channel holder detail",
+    "update_job": "job_id extra",
+    "set_chunk_statuses": "job_id from_ to extra seqs",
+    "refresh_counters": "job_id",
+    "finish": "job_id",
+    "claim_chunk": "chunk lease_ttl_seconds holder conn",
+    "claim_next_chunk_skip_locked": "job_id lease_ttl_seconds holder",
+    "claim_next_chunk": "job_id lease_ttl_seconds holder",
+    "claim_chunks": "kinds limit lease_ttl_seconds holder",
+    "heartbeat": "lease lease_ttl_seconds conn",
+    "checkpoint": "lease value rows_done rows_failed lease_ttl_seconds conn",
+    "complete_chunk": "lease outcome conn",
+    "fail_chunk": "lease message retryable delay_seconds",
+    "release_chunk": "lease to",
+    "record_row_errors": "lease errors conn",
+    "reap_expired": "reaper",
+    "record_event": "job_id chunk event actor channel holder detail",
+}
+
 FIELDS = {
     "DispatchJob": "job_id tenant_id relay_id operation request_headers body attempt fence created_at expires_at",
     "DispatchResult": "job_id status response_status response_headers response_body error_code error_message attempt"
@@ -142,6 +197,33 @@ def test_the_repository_has_its_verbs_with_their_parameters() -> None:
         method = getattr(RelayDispatchRepository, verb)
         assert list(inspect.signature(method).parameters)[1:] == parameters.split(), verb
         assert inspect.iscoroutinefunction(method)
+
+
+def test_the_store_of_durable_jobs_has_its_methods_with_their_parameters() -> None:
+    from dispatch_core import DurableJobStore
+
+    parameters = list(inspect.signature(DurableJobStore).parameters)
+    assert parameters == ["database", "tenant", "settings", "holder", "logger"]
+    assert isinstance(DurableJobStore.settings, property)
+    assert not inspect.iscoroutinefunction(DurableJobStore.uses_skip_locked_claims)
+    for verb, names in STORE.items():
+        method = getattr(DurableJobStore, verb)
+        assert list(inspect.signature(method).parameters)[1:] == names.split(), verb
+        assert inspect.iscoroutinefunction(method)
+    public = {name for name in vars(DurableJobStore) if not name.startswith("_")}
+    assert public == {*STORE, "settings", "holder", "uses_skip_locked_claims"}
+
+
+def test_the_statuses_of_jobs_and_chunks_are_exactly_these() -> None:
+    from dispatch_core import ChunkStatus, JobStatus
+
+    jobs = "queued running paused needs_review completed completed_with_errors failed cancelled"
+    assert [status.value for status in JobStatus] == jobs.split()
+    assert [status.value for status in JobStatus if status.is_terminal] == jobs.split()[4:]
+    assert [
+        status.value for status in ChunkStatus
+    ] == "pending running retry done failed needs_review cancelled".split()
+    assert [status.value for status in ChunkStatus if status.is_terminal] == ["done", "failed", "cancelled"]
 
 
 @pytest.mark.parametrize("name", FIELDS)
