@@ -1,9 +1,9 @@
-"""Which tenants' results are pushed to this process: those that somebody waits for, up to a limit."""
+"""Which tenants' results, or durable jobs, are pushed to this process: what somebody waits for, up to a limit."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from dispatch_core.database import Connection, Database
@@ -28,12 +28,26 @@ class _Channel:
         self.is_denied = False
 
 
+async def _result_channel(conn: Connection, tenant: str) -> str:
+    return await RelayDispatchRepository(conn, tenant).channel("result")
+
+
 class ResultChannels:
-    """The result channels that are listened to, one per tenant, on the one connection of the process."""
+    """The channels of one kind that are listened to, one per tenant, on the one connection of the process."""
 
     def __init__(
-        self, database: Database, listener: Listener | None, settings: GatewaySettings, start_soon: StartSoon
+        self,
+        database: Database,
+        listener: Listener | None,
+        settings: GatewaySettings,
+        start_soon: StartSoon,
+        *,
+        of: str = "results",
+        name_of: Callable[[Connection, str], Awaitable[str]] = _result_channel,
     ) -> None:
+        """`name_of` asks the database what a tenant's channel is called; `of`: what comes on it, for people."""
+        self._of = of
+        self._name_of = name_of
         self._database = database
         self._listener = listener
         self._limit = settings.max_channels
@@ -73,7 +87,7 @@ class ResultChannels:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "results of more than %d tenants are waited for: those of the others are polled", self._limit
+                    "%s of more than %d tenants are waited for: those of the others are polled", self._of, self._limit
                 )
             return
         channel = self._channels[tenant] = _Channel(on_results, on_listening)
@@ -89,14 +103,14 @@ class ResultChannels:
         assert self._listener is not None
 
         async def read(conn: Connection) -> str:
-            return await RelayDispatchRepository(conn, tenant).channel("result")
+            return await self._name_of(conn, tenant)
 
         try:
             name = await bounded(self._database, self._timeout, read)
         except TenancyError as error:
             # It stays, so that it is not asked for again and again.
             channel.is_denied = True
-            logger.warning("the results of tenant %r are not pushed, only polled: %s", tenant, error)
+            logger.warning("the %s of tenant %r are not pushed, only polled: %s", self._of, tenant, error)
             return
         except RelayDispatchError:
             if self._channels.get(tenant) is channel:

@@ -5,6 +5,7 @@ listener   one connection of this process for notifications
 doorbell   rings for what was committed
 lanes      statements that concurrent calls share
 waiter     waits, by job id
+durable    durable jobs: submissions, decisions, waits and watches
 sweeper    tidies
 """
 
@@ -24,9 +25,11 @@ from dispatch_core.errors import ClientClosedError, ConfigurationError
 from dispatch_core.listener import Listener
 from dispatch_core.migrate import check_schema
 from dispatch_core.requests import Preparer
+from dispatch_core.settings import DurableJobsSettings
 from dispatch_core.tenancy import warn_if_bypassing
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.direct import DirectStatements
+from gateway_sdk.durable import DurableRoom
 from gateway_sdk.health import GatewayCounters, GatewayHealth
 from gateway_sdk.lanes import Lanes, bounded
 from gateway_sdk.outbox import OutboxDrainer
@@ -53,6 +56,8 @@ class GatewayClient:
     `outbox`: a drainer that is to live with the client, where OUTBOX_DRAIN_INTERVAL_SEC is above 0. Without one it is
     made of the settings, with OUTBOX_ROUTES for its sink.
 
+    `durable`: how durable jobs are submitted and kept; else it is read from the environment when they are first used.
+
     Any task may use it while it is open. It must be closed by the task that opened it. If one of its background tasks
     fails, which nothing foreseen makes it do, the block is cancelled, calls under way end with ClientClosedError, and
     the cause is raised at the end of the block.
@@ -66,10 +71,12 @@ class GatewayClient:
         settings: GatewaySettings | None = None,
         pool: Any = None,
         outbox: OutboxDrainer | None = None,
+        durable: DurableJobsSettings | None = None,
     ) -> None:
         if dsn is not None and pool is not None:
             raise ConfigurationError("give dsn= or pool=, not both; for notifications beside a pool, listen_dsn=")
         self._settings = (settings or GatewaySettings.load()).with_dsn(dsn, listen_dsn)
+        self._durable = durable
         self._pool = pool
         self._stack: AsyncExitStack | None = None
         self._runtime: Runtime | None = None
@@ -147,7 +154,8 @@ class GatewayClient:
             tasks.start_soon(runtime.doorbell.run)
             tasks.start_soon(runtime.waiter.run)
             if self._settings.sweep_interval_seconds > 0:
-                tasks.start_soon(Sweeper(database, runtime.doorbell, self._settings).run)
+                sweeper = Sweeper(database, runtime.doorbell, self._settings, also=[runtime.durable.sweep])
+                tasks.start_soon(sweeper.run)
             self._runtime = runtime
             if self._outbox is not None:
                 self._outbox.move_in(database, runtime.listener, self._settings.core)
@@ -220,7 +228,10 @@ class GatewayClient:
             max_ttl_seconds=settings.max_ttl_seconds,
             max_body_bytes=settings.core.max_body_bytes,
         )
-        return Runtime(settings, preparer, database, listener, doorbell, lanes, direct, channels, waiter, counters)
+        durable = DurableRoom(database, listener, settings, self._durable, tasks.start_soon)
+        return Runtime(
+            settings, preparer, database, listener, doorbell, lanes, direct, channels, waiter, counters, durable
+        )
 
     async def _wind_down(
         self,
@@ -232,11 +243,13 @@ class GatewayClient:
         runtime.is_closed = True
         runtime.lanes.stop()
         runtime.waiter.close(runtime.closed_error)
+        runtime.durable.close(runtime.closed_error)
         if runtime.cause is not None:
             return
         # Shielded: also where the block was cancelled, what was promised is sent, within a bound.
         with anyio.move_on_after(self._settings.close_timeout_seconds, shield=True):
             await runtime.lanes.drain()
+            await runtime.durable.drain()
         with anyio.CancelScope(shield=True):
             await runtime.doorbell.finish()
 
@@ -253,3 +266,4 @@ def _failed(runtime: Runtime, error: BaseException) -> None:
         runtime.is_closed = True
         runtime.lanes.stop()
         runtime.waiter.close(runtime.closed_error)
+        runtime.durable.fail(runtime.closed_error)

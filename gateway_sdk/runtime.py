@@ -14,6 +14,7 @@ from dispatch_core.listener import Listener
 from dispatch_core.requests import Preparer
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.direct import DirectStatements
+from gateway_sdk.durable import DurableRoom
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.lanes import Lanes
 from gateway_sdk.settings import GatewaySettings
@@ -36,6 +37,7 @@ class Runtime:
     channels: ResultChannels
     waiter: ResultWaiter
     counters: GatewayCounters
+    durable: DurableRoom
 
     is_closed: bool = False
     cause: BaseException | None = None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 import anyio
 
@@ -22,30 +24,38 @@ __all__ = ["Sweeper"]
 
 logger = logging.getLogger(__name__)
 
+Sweep: TypeAlias = Callable[[], Awaitable[object]]
+
 
 class Sweeper:
-    """One statement an interval. Run `run` in the owner's task group."""
+    """One statement an interval, and those of other rooms. Run `run` in the owner's task group."""
 
-    __slots__ = ("_database", "_doorbell", "_failing", "_settings")
+    __slots__ = ("_database", "_doorbell", "_failing", "_settings", "_sweeps")
 
-    def __init__(self, database: Database, doorbell: Doorbell, settings: GatewaySettings) -> None:
+    def __init__(
+        self, database: Database, doorbell: Doorbell, settings: GatewaySettings, also: Sequence[Sweep] = ()
+    ) -> None:
+        """`also`: what else is to be done an interval."""
         self._database = database
         self._doorbell = doorbell
         self._settings = settings
-        self._failing = False
+        self._sweeps: Sequence[Sweep] = (self.sweep, *also)
+        self._failing: set[Sweep] = set()
 
     async def run(self) -> None:
         """Sweep until cancelled; never raises for what the database does."""
         interval = self._settings.sweep_interval_seconds
         while True:
             await anyio.sleep(interval * random.uniform(0.8, 1.2))
-            try:
-                await self.sweep()
-            except RelayDispatchError as error:
-                logger.log(logging.DEBUG if self._failing else logging.WARNING, "the sweep failed: %s", error)
-                self._failing = True
-            else:
-                self._failing = False
+            for sweep in self._sweeps:
+                try:
+                    await sweep()
+                except RelayDispatchError as error:
+                    level = logging.DEBUG if sweep in self._failing else logging.WARNING
+                    logger.log(level, "the sweep failed: %s", error)
+                    self._failing.add(sweep)
+                else:
+                    self._failing.discard(sweep)
 
     async def sweep(self) -> int:
         """Do what is due, ring for what came of it, and return how many jobs were ended or put back."""

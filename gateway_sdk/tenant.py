@@ -33,6 +33,7 @@ from dispatch_core.errors import (
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
 from gateway_sdk.direct import Load
+from gateway_sdk.durable import DurableJobs
 from gateway_sdk.lanes import EnqueueItem, Look, Withdrawal
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.waits import Outcome, Polled, Wait
@@ -54,6 +55,11 @@ class TenantClient:
     @property
     def tenant_id(self) -> str:
         return self._tenant
+
+    @property
+    def durable(self) -> DurableJobs:
+        """The verbs for durable jobs; nothing is asked of the database before the first."""
+        return self._runtime.durable.for_tenant(self._tenant)
 
     # --- giving work ----------------------------------------------------------------------------------------------
 

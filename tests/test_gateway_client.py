@@ -385,13 +385,20 @@ async def test_health_counts_what_happens(database: TestDatabase, worker: Connec
 
 def test_the_public_surface() -> None:
     assert gateway_sdk.__all__ == [
+        "ChunkSpec",
+        "ChunkStatus",
         "DispatchRequest",
         "DispatchResult",
         "DispatchSink",
         "DispatchStatus",
+        "DurableJob",
+        "DurableJobs",
+        "DurableJobsSettings",
         "GatewayClient",
         "GatewayHealth",
         "GatewaySettings",
+        "JobProgress",
+        "JobStatus",
         "OutboxDrainer",
         "OutboxRoute",
         "TenantClient",

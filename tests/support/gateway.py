@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.models import Completion, DispatchJob
-from dispatch_core.settings import CoreSettings
+from dispatch_core.settings import CoreSettings, DurableJobsSettings
 from gateway_sdk import GatewayClient, GatewaySettings
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
@@ -30,9 +30,11 @@ def settings_for(dsn: str | None, **changes: Any) -> GatewaySettings:
 
 
 @asynccontextmanager
-async def open_client(dsn: str | None, *, pool: Any = None, **changes: Any) -> AsyncIterator[GatewayClient]:
+async def open_client(
+    dsn: str | None, *, pool: Any = None, durable: DurableJobsSettings | None = None, **changes: Any
+) -> AsyncIterator[GatewayClient]:
     """Open a client with settings of the test's; fields of both settings classes are taken by their names."""
-    async with GatewayClient(settings=settings_for(dsn, **changes), pool=pool) as client:
+    async with GatewayClient(settings=settings_for(dsn, **changes), pool=pool, durable=durable) as client:
         yield client
 
 

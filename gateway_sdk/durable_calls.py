@@ -1,0 +1,203 @@
+"""Call the durable room: checked at its first use, within a bound, again where that can do no harm, and cut off in
+good order when the client ends.
+
+Three kinds of call, by what may be done after an error that may pass:
+
+    read     changes nothing                                              again, within `poll_timeout_seconds`
+    write    changes nothing the second time: its ids are the caller's    again, within `write_timeout_seconds`
+    decide   says what it did, which it could not say the second time     again only where nothing was done
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeAlias, TypeVar
+from uuid import UUID
+
+import anyio
+
+from dispatch_core.backoff import Backoff
+from dispatch_core.database import Connection, Database
+from dispatch_core.durable_repository import DurableRepository
+from dispatch_core.errors import (
+    ClientClosedError,
+    ConnectionLostError,
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseUnavailableError,
+)
+from dispatch_core.migrate import check_schema
+from dispatch_core.settings import DurableJobsSettings
+from gateway_sdk.lanes import bounded
+from gateway_sdk.settings import GatewaySettings
+
+__all__ = ["Calls", "Closed", "Run"]
+
+Answer = TypeVar("Answer")
+
+Run: TypeAlias = Callable[[DurableRepository], Awaitable[Answer]]
+
+Closed: TypeAlias = Callable[[UUID | None], ClientClosedError]
+"""Makes the error of a call that the end of the client has cut off."""
+
+_BACKOFF_BASE: Final = 0.05
+_BACKOFF_CAP: Final = 1.0
+_BUSY_TRIES: Final = 5
+_POLL_TRIES: Final = 3
+
+_ATTEMPT_SECONDS: Final = 5.0
+"""At least so much of a call's time, or else half of it, is for one attempt: a dead connection must not use up all."""
+
+_CUT_SECONDS: Final = 2.0
+"""For calls that were cut off to be over: their connections are put away, shielded."""
+
+
+class Calls:
+    """The statements of a client in the durable room."""
+
+    def __init__(self, database: Database, settings: GatewaySettings, durable: DurableJobsSettings | None) -> None:
+        self.settings = settings
+        self._database = database
+        self._durable = durable
+        self._closed: Closed | None = None
+        self._standing: set[anyio.CancelScope] = set()
+        self._short: set[anyio.CancelScope] = set()
+        self._idle = anyio.Event()
+        # Polls never take all connections: what they ask for can wait.
+        self._polls = anyio.Semaphore(max(1, database.max_size // 2), fast_acquire=True)
+        self.is_used = False
+        """The room is there, and somebody has asked something of it."""
+        self.polls = 0
+        """How many statements have read jobs for those who wait."""
+
+    @property
+    def durable(self) -> DurableJobsSettings:
+        """The room's own settings; read when they are first needed. Raises: ConfigurationError."""
+        if self._durable is None:
+            self._durable = DurableJobsSettings.load()
+        return self._durable
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    async def read(self, run: Run[Answer], job_id: UUID | None = None) -> Answer:
+        """Run what changes nothing. Raises: as `write`."""
+        with self.under_way(job_id):
+            return await self.repeat(run, self.settings.poll_timeout_seconds, job_id)
+
+    async def write(self, run: Run[Answer], job_id: UUID) -> Answer:
+        """Run what changes nothing the second time.
+
+        Raises: DatabaseUnavailableError or DatabaseBusyError with the job's id, when its time is over;
+        SchemaMismatchError where the room is not there; ClientClosedError.
+        """
+        with self.under_way(job_id):
+            return await self.repeat(run, self.settings.write_timeout_seconds, job_id)
+
+    async def decide(self, run: Run[Answer], job_id: UUID) -> Answer:
+        """Run what must not be done twice. Raises: as `write`; ConnectionLostError: whether it was done is unknown."""
+        with self.under_way(job_id):
+            return await self.repeat(run, self.settings.write_timeout_seconds, job_id, after_loss=False)
+
+    async def poll(self, run: Run[Answer]) -> Answer:
+        """Run a read for those who wait: no more of them at once than half of the pool, and not for long."""
+        async with self._polls:
+            self.polls += 1
+            return await self.repeat(run, self.settings.poll_timeout_seconds, tries=_POLL_TRIES)
+
+    async def repeat(
+        self,
+        run: Run[Answer],
+        seconds: float,
+        job_id: UUID | None = None,
+        *,
+        after_loss: bool = True,
+        in_transaction: bool = False,
+        tries: int | None = None,
+    ) -> Answer:
+        """Run it until it succeeds, `seconds` are over, or it has failed so many times.
+
+        `after_loss`: also where an attempt may have been done without our knowledge. `in_transaction`: in one.
+        """
+        until = time.monotonic() + seconds
+        backoff = Backoff(_BACKOFF_BASE, _BACKOFF_CAP)
+
+        async def attempt(conn: Connection) -> Answer:
+            if not self.is_used:
+                await check_schema(conn, rooms=["durable"])
+                self.is_used = True
+            repository = DurableRepository(conn, self.durable)
+            if not in_transaction:
+                return await run(repository)
+            async with conn.transaction():
+                return await run(repository)
+
+        while True:
+            left = until - time.monotonic()
+            try:
+                return await bounded(self._database, max(0.001, min(left, max(left / 2, _ATTEMPT_SECONDS))), attempt)
+            except (DatabaseUnavailableError, DatabaseBusyError) as error:
+                error.job_id = job_id
+                pause = backoff.next()
+                is_final = isinstance(error, ConnectionLostError) and not after_loss
+                most = _BUSY_TRIES if isinstance(error, DatabaseBusyError) else tries
+                if is_final or (most is not None and backoff.attempt >= most) or time.monotonic() + pause >= until:
+                    raise
+            await anyio.sleep(pause)
+
+    # --- the client's end -----------------------------------------------------------------------------------------
+
+    def check_open(self, job_id: UUID | None = None) -> None:
+        """Raise ClientClosedError where the client is closed, or has failed."""
+        if self._closed is not None:
+            raise self._closed(job_id)
+
+    @contextmanager
+    def under_way(self, job_id: UUID | None = None, *, stands: bool = False) -> Iterator[None]:
+        """Stand around a call: when the client ends, it ends with ClientClosedError.
+
+        At once where it `stands`, because it may last for ever; else it has the time in which the client closes.
+        """
+        self.check_open(job_id)
+        scopes = self._standing if stands else self._short
+        with anyio.CancelScope() as scope:
+            scopes.add(scope)
+            try:
+                yield
+            except DatabaseError as error:
+                if self._closed is None:
+                    raise
+                raise self._closed(job_id) from error
+            finally:
+                scopes.discard(scope)
+                if not (self._short or self._standing):
+                    self._idle.set()
+        if scope.cancelled_caught and self._closed is not None:
+            raise self._closed(job_id)
+
+    def close(self, reason: Closed) -> None:
+        """Take no more calls, and end those that stand."""
+        if self._closed is None:
+            self._closed = reason
+        for scope in list(self._standing):
+            scope.cancel()
+
+    def cut(self) -> None:
+        """End all calls now."""
+        for scope in [*self._standing, *self._short]:
+            scope.cancel()
+
+    async def drain(self) -> None:
+        """Wait until no call is under way; when that is cancelled, cut off those that are, and wait for that."""
+        try:
+            await self._wait_idle()
+        finally:
+            self.cut()
+            with anyio.move_on_after(_CUT_SECONDS, shield=True):
+                await self._wait_idle()
+
+    async def _wait_idle(self) -> None:
+        while self._short or self._standing:
+            self._idle = anyio.Event()
+            await self._idle.wait()

@@ -1,0 +1,90 @@
+"""Read on in a job's timeline, event by event, and follow it until the job has ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from dispatch_core.durable_models import EventPage, JobEvent
+from gateway_sdk.durable_watch import Follower, Watcher
+
+__all__ = ["JobEvents"]
+
+
+class JobEvents(Follower):
+    """An async iterator of events in their order; none is ever skipped, whenever its transaction commits.
+
+    Following, it waits for more, and ends when the job has, behind the event of its end. `cursor` is where to go on, in
+    another process too: behind the last event that was handed out. One task may iterate it.
+    """
+
+    __slots__ = ("_after", "_events", "_has_ended", "_is_due", "_limit", "_next", "_read", "cursor")
+
+    def __init__(
+        self,
+        read: Callable[[str | None, int], Awaitable[EventPage]],
+        after: str | None,
+        limit: int,
+        join: Callable[[], Watcher] | None,
+    ) -> None:
+        """`read` returns the page behind a cursor; `join` registers who follows."""
+        super().__init__(join)
+        self.cursor: str | None = after
+        self._read = read
+        self._limit = limit
+        self._after = after
+        self._next = after
+        """Behind the page that is handed out, which began at `_after`."""
+        self._events: deque[JobEvent] = deque()
+        self._has_ended = False
+        self._is_due = join is None
+        """There may be something behind that page by now."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> JobEvent:
+        """Return the next event.
+
+        Raises: UnknownJobError where it follows; ClientClosedError, DatabaseUnavailableError.
+        """
+        while not self._events:
+            if self._is_over:
+                raise StopAsyncIteration
+            try:
+                await self._read_on()
+            except Exception:
+                self._end()
+                raise
+        event = self._events.popleft()
+        assert self._next is not None
+        self.cursor = _behind(event, self._after, self._next) if self._events else self._next
+        return event
+
+    async def _read_on(self) -> None:
+        """Read one page, or wait until there may be one, or end."""
+        if self._is_due:
+            page = await self._read(self._next, self._limit)
+            self._after, self._next = self._next, page.next
+            self._events.extend(page.events)
+            if not page.events:
+                self.cursor = page.next
+            self._is_due = len(page.events) >= self._limit
+        elif self._join is None or self._has_ended:
+            self._end()
+        else:
+            # Before the page is read: so what tells of the end is in it.
+            self._has_ended = (await self._news()).status.is_terminal
+            self._is_due = True
+
+
+def _behind(event: JobEvent, after: str | None, upper: str) -> str:
+    """Return the cursor behind one event of a page that began at `after` and ends at `upper`.
+
+    It is made as `relay.durable_events` makes that of a full page: the snapshot up to which all has been read, the one
+    that the page is of, and the event's place.
+    """
+    base = "" if after is None else after.partition(";")[0]
+    whole = upper.split(";")[1] if ";" in upper else upper
+    return f"{base};{whole};{event.xid};{event.n}"

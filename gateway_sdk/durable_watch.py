@@ -1,0 +1,433 @@
+"""Wait for news of durable jobs: pushed where they can be, polled beneath always, one read for all of a tenant.
+
+A job that somebody waits for is due when its id was pushed, when a tick has come, and when its tenant's channel begins
+to be listened to. One task per tenant reads what is due: the jobs' rows in one statement, and in another one those
+whose progress is watched, with their counters of this moment, which reads all their chunks. So a row is read at once,
+and counters only every now and then.
+
+**Order (C03).** A watcher is registered here before its job is read, and is given nothing that was asked for before.
+What is pushed during a read is read again.
+
+A watcher holds the newest news and nothing else: who is slow skips what came in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Self
+from uuid import UUID
+
+import anyio
+
+from dispatch_core.durable_models import DurableJob, JobProgress
+from dispatch_core.durable_repository import DurableRepository
+from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError, UnknownJobError, WaitTimeoutError
+from dispatch_core.listener import Listener, ListenerState
+from gateway_sdk.channels import ResultChannels
+from gateway_sdk.durable_calls import Calls, Closed
+from gateway_sdk.lanes import StartSoon
+from gateway_sdk.waits import for_job
+
+__all__ = ["Follower", "JobWatch", "JobWatches", "Watcher"]
+
+_YOUNG_SECONDS: Final = 0.05
+"""The shortest time between two polls of a job that is not pushed."""
+
+_POLLS_A_SECOND: Final = 200
+"""How many statements a second such polls may make, beyond which they come at longer intervals."""
+
+_PROGRESS_SECONDS: Final = 2.0
+"""Between two looks at progress that nobody has pushed."""
+
+_COUNT_SECONDS: Final = 0.1
+"""Between two counts of the chunks of a job, at least."""
+
+_COUNT_SHARE: Final = 9.0
+"""Times what a count has taken, until the next one: so they take a tenth of the time."""
+
+_COUNTED_AT_ONCE: Final = 20
+"""Jobs whose chunks are counted in one statement."""
+
+_TOGETHER_SECONDS: Final = 0.05
+"""What is due so soon is read with what is due now."""
+
+_SILENCE_SECONDS: Final = 1.0
+"""A read that has had no answer for so long, when a wait is to end, means that the database is away."""
+
+
+class Watcher:
+    """One who waits for news of one job. Close it, whatever has come of it."""
+
+    __slots__ = ("_bell", "_error", "_job", "_newest", "counts", "is_answered", "is_patient", "since")
+
+    def __init__(self, job: _Job, counts: bool, is_patient: bool) -> None:
+        self._job = job
+        self._bell = anyio.Event()
+        self._newest: DurableJob | None = None
+        self._error: Exception | None = None
+        self.counts = counts
+        """It wants to know how far the job is."""
+        self.is_patient = is_patient
+        """It waits for its first news through an outage."""
+        self.is_answered = False
+        self.since = job.room.reads
+
+    async def next(self) -> DurableJob:
+        """Return the newest of what was read since the call before, when there is something.
+
+        Raises: UnknownJobError, ClientClosedError; DatabaseUnavailableError where there was nothing yet and it is not
+        patient.
+        """
+        while self._newest is None and self._error is None:
+            await self._bell.wait()
+            self._bell = anyio.Event()
+        return self.take()
+
+    def take(self) -> DurableJob:
+        """Return what `next` has to return now. Raises: as it does; WaitTimeoutError where there is nothing."""
+        if self._error is not None:
+            raise self._error
+        if self._newest is None:
+            raise self.timed_out()
+        newest, self._newest = self._newest, None
+        return newest
+
+    def timed_out(self) -> RelayDispatchError:
+        """Make the error of a wait whose time is over: that the job goes on, if the database has said so."""
+        job = self._job
+        if job.error is not None:
+            error = for_job(job.error, job.job_id)
+            assert isinstance(error, RelayDispatchError)
+            return error
+        if not self.is_answered or (job.asked_at is not None and time.monotonic() - job.asked_at >= _SILENCE_SECONDS):
+            return DatabaseUnavailableError(
+                f"PostgreSQL did not say in time where durable job {job.job_id} stands", job_id=job.job_id
+            )
+        return WaitTimeoutError(f"durable job {job.job_id} had not ended within the timeout", job_id=job.job_id)
+
+    def deliver(self, news: DurableJob) -> None:
+        """Take news, unless it ended before."""
+        self.is_answered = True
+        if self._error is None:
+            self._newest = news
+            self._bell.set()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        if self._error is None:
+            self._error = error
+            self._bell.set()
+
+    def close(self) -> None:
+        """Wait no more. Idempotent: yes."""
+        self._job.left(self)
+
+
+class _Job:
+    """What is known of one job that somebody waits for. Times are of the monotonic clock."""
+
+    __slots__ = ("asked_at", "count_at", "count_due", "due", "error", "job_id", "key", "room", "since", "watchers")
+
+    def __init__(self, room: _Room, job_id: UUID) -> None:
+        self.room = room
+        self.job_id = job_id
+        self.key = job_id.hex
+        self.watchers: list[Watcher] = []
+        self.since = time.monotonic()
+        self.due = self.since
+        """When to read its row."""
+        self.count_due = self.since
+        """When to count its chunks, if somebody wants that."""
+        self.count_at = self.since
+        """Not before."""
+        self.asked_at: float | None = None
+        """Since when a read is on its way, if one is."""
+        self.error: RelayDispatchError | None = None
+        """Why the last read had no answer."""
+
+    @property
+    def counts(self) -> bool:
+        """Somebody wants to know how far it is."""
+        return any(watcher.counts for watcher in self.watchers)
+
+    def left(self, watcher: Watcher) -> None:
+        """Forget a watcher, and the job with the last one."""
+        if watcher in self.watchers:
+            self.watchers.remove(watcher)
+            if not self.watchers and self.room.jobs.get(self.key) is self:
+                del self.room.jobs[self.key]
+                self.room.empty_since = time.monotonic()
+
+
+class _Room:
+    """The jobs of one tenant, by the hexadecimal form of their ids, which is what a push carries."""
+
+    __slots__ = ("bell", "empty_since", "jobs", "reads", "tenant")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.jobs: dict[str, _Job] = {}
+        self.bell = anyio.Event()
+        self.empty_since = time.monotonic()
+        self.reads = 0
+        """How many reads were begun."""
+
+
+class JobWatches:
+    """All who wait for durable jobs in a client."""
+
+    def __init__(
+        self, calls: Calls, channels: ResultChannels, listener: Listener | None, start_soon: StartSoon
+    ) -> None:
+        self._calls = calls
+        self._channels = channels
+        self._start_soon = start_soon
+        self._rooms: dict[str, _Room] = {}
+        self._closed: Closed | None = None
+        if listener is not None:
+            listener.on_catch_up(self._all_due)
+            listener.on_state_change(self._on_state_change)
+
+    def add(self, tenant: str, job_id: UUID, *, counts: bool = False, is_patient: bool = False) -> Watcher:
+        """Begin to wait for news of the job; the first is where it stands. Raises: ClientClosedError."""
+        if self._closed is not None:
+            raise self._closed(job_id)
+        room = self._rooms.get(tenant)
+        if room is None:
+            room = self._rooms[tenant] = _Room(tenant)
+            self._start_soon(partial(self._serve, room))
+        job = room.jobs.get(job_id.hex)
+        if job is None:
+            job = room.jobs[job_id.hex] = _Job(room, job_id)
+        watcher = Watcher(job, counts, is_patient)
+        job.watchers.append(watcher)
+        self._due(job)
+        return watcher
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs are waited for."""
+        return sum(len(room.jobs) for room in self._rooms.values())
+
+    def close(self, reason: Closed) -> None:
+        """End every wait, these and later ones, with what `reason` makes for its job."""
+        self._closed = reason
+        for room in self._rooms.values():
+            for job in room.jobs.values():
+                for watcher in job.watchers:
+                    watcher.fail(reason(job.job_id))
+
+    # --- what makes a job due ---
+
+    def _due(self, job: _Job) -> None:
+        now = time.monotonic()
+        if job.counts:
+            job.count_due = max(now, job.count_at)
+        # Its row tells at once whether it has ended, where its chunks may not be counted yet.
+        if job.count_at > now or not all(watcher.counts for watcher in job.watchers):
+            job.due = now
+        job.room.bell.set()
+
+    def _on_push(self, room: _Room, payload: str) -> None:
+        for key in payload.split(","):
+            job = room.jobs.get(key)
+            if job is not None:
+                self._due(job)
+
+    def _room_due(self, room: _Room) -> None:
+        for job in room.jobs.values():
+            self._due(job)
+
+    def _all_due(self) -> None:
+        for room in self._rooms.values():
+            self._room_due(room)
+
+    def _on_state_change(self, state: ListenerState) -> None:
+        if state in ("degraded", "polling_only"):
+            for room in self._rooms.values():
+                for job in room.jobs.values():
+                    self._plan(job)
+                room.bell.set()
+
+    # --- the reads of a tenant ---
+
+    async def _serve(self, room: _Room) -> None:
+        """Read what is due until nobody has waited for a while."""
+        idle = self._calls.settings.tenant_idle_seconds
+        try:
+            while True:
+                now = time.monotonic()
+                jobs = list(room.jobs.values())
+                if jobs:
+                    self._channels.join(room.tenant, partial(self._on_push, room), partial(self._room_due, room))
+                    until = min(min(job.due, job.count_due if job.counts else job.due) for job in jobs)
+                else:
+                    until = room.empty_since + idle
+                if now < until:
+                    with anyio.move_on_after(until - now):
+                        await room.bell.wait()
+                    room.bell = anyio.Event()
+                elif jobs:
+                    await self._read_due(room, jobs, now + _TOGETHER_SECONDS)
+                else:
+                    return
+        finally:
+            if self._rooms.get(room.tenant) is room:
+                del self._rooms[room.tenant]
+                self._channels.leave(room.tenant)
+
+    async def _read_due(self, room: _Room, jobs: Sequence[_Job], now: float) -> None:
+        rows = [job for job in jobs if job.due <= now]
+        counts = [job for job in jobs if job.counts and job.count_due <= now]
+        for job in rows:
+            self._plan(job)
+        for job in counts:
+            self._plan_count(job)
+        size = self._calls.settings.poll_batch_items
+        for start in range(0, len(rows), size):
+            await self._read(room, rows[start : start + size], counted=False)
+        for start in range(0, len(counts), _COUNTED_AT_ONCE):
+            await self._read(room, counts[start : start + _COUNTED_AT_ONCE], counted=True)
+
+    async def _read(self, room: _Room, jobs: Sequence[_Job], *, counted: bool) -> None:
+        jobs = [job for job in jobs if job.watchers]
+        if not jobs:
+            return
+        ids = [job.job_id for job in jobs]
+
+        async def run(repository: DurableRepository) -> list[DurableJob]:
+            return await repository.jobs(room.tenant, ids, fresh=counted)
+
+        room.reads += 1
+        number, began = room.reads, time.monotonic()
+        for job in jobs:
+            job.asked_at = began
+        try:
+            found = {job.job_id: job for job in await self._calls.poll(run)}
+        except RelayDispatchError as error:
+            for job in jobs:
+                self._failed(job, error, number)
+            return
+        finally:
+            for job in jobs:
+                job.asked_at = None
+        now = time.monotonic()
+        for job in jobs:
+            job.error = None
+            if counted:
+                job.count_at = now + max(_COUNT_SECONDS, (now - began) * _COUNT_SHARE)
+            news = found.get(job.job_id)
+            for watcher in [watcher for watcher in job.watchers if watcher.since < number]:
+                if news is None:
+                    watcher.fail(UnknownJobError(f"no durable job {job.job_id} for this tenant", job_id=job.job_id))
+                elif counted or not watcher.counts or news.status.is_terminal:
+                    # To who watches progress, counters of an earlier count would be a step back.
+                    watcher.deliver(news)
+
+    def _failed(self, job: _Job, error: RelayDispatchError, number: int) -> None:
+        job.error = error
+        for watcher in [watcher for watcher in job.watchers if watcher.since < number]:
+            if not error.retryable or not (watcher.is_answered or watcher.is_patient):
+                watcher.fail(for_job(error, job.job_id))
+
+    # --- polling beneath ---
+
+    def _plan(self, job: _Job) -> None:
+        """Say when the job's row is read next if nothing else happens."""
+        interval = self._calls.settings.poll_interval_seconds
+        now = time.monotonic()
+        if not self._channels.is_listening(job.room.tenant):
+            # Half its age, so that a short job is found soon, and a long one is not asked for a hundred times.
+            shortest = max(_YOUNG_SECONDS, self._channels.unheard(len(self._rooms)) / _POLLS_A_SECOND)
+            interval = min(interval, max(shortest, (now - job.since) / 2))
+        job.due = now + interval * random.uniform(0.8, 1.0)
+
+    def _plan_count(self, job: _Job) -> None:
+        interval = min(self._calls.settings.poll_interval_seconds, _PROGRESS_SECONDS)
+        job.count_due = time.monotonic() + interval * random.uniform(0.8, 1.0)
+
+
+class Follower:
+    """What an iterator is that waits for news of one job: it registers when it is first asked, and ends once.
+
+    Left early, it ends by `aclose`, or when nobody holds it any more.
+    """
+
+    __slots__ = ("_is_over", "_join", "_loop", "_watcher")
+
+    def __init__(self, join: Callable[[], Watcher] | None) -> None:
+        self._join = join
+        self._watcher: Watcher | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_over = False
+
+    async def _news(self) -> DurableJob:
+        """Return what is new. Raises: as `Watcher.next`."""
+        if self._watcher is None:
+            assert self._join is not None
+            self._loop = asyncio.get_running_loop()
+            self._watcher = self._join()
+        return await self._watcher.next()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._watcher is not None:
+            self._watcher.close()
+
+    async def aclose(self) -> None:
+        """End it. Idempotent: yes."""
+        self._end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    def __del__(self) -> None:
+        if self._watcher is not None and self._loop is not None and not self._is_over:
+            # Not at once: the collector may run anywhere, and in any thread.
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._watcher.close)
+
+
+class JobWatch(Follower):
+    """An async iterator of how far a job is: first where it stands, then whenever that has changed, last its end.
+
+    Who is slow is given the newest and not what came in between. An outage of the database is waited out, but for the
+    very first. One task may iterate it.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self, join: Callable[[], Watcher]) -> None:
+        super().__init__(join)
+        self._last: JobProgress | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> JobProgress:
+        """Return the next progress.
+
+        Raises: UnknownJobError, ClientClosedError; DatabaseUnavailableError before the first.
+        """
+        if self._is_over:
+            raise StopAsyncIteration
+        while True:
+            try:
+                progress = (await self._news()).progress
+            except Exception:
+                self._end()
+                raise
+            if progress.status.is_terminal:
+                self._end()
+            elif progress == self._last:
+                continue
+            self._last = progress
+            return progress
