@@ -10,8 +10,11 @@ claim, since each tenant costs a turn inside the claim and some of them fill it.
 
 So a lone job beside a backlog is in the next claim that is sent, however many tenants the backlog has.
 
-A ring that comes while a claim for its tenant is under way counts for the claim after that, which may be too early to
-see what was rung for. Two claims for one tenant may be under way, and be answered in another order than they were sent.
+A ring that comes while a claim for its tenant is under way counts for the claim after that, for which it is too early
+to see what was rung for. Two claims for one tenant may be under way, and the server may come to them in another order
+than they were sent in, and answer them in a third. So a short answer ends a backlog whatever full answers come before or
+after it, unless a claim was sent since that had been rung for: what it has not seen is in the hands of the others, or
+was not there yet and is rung for. A full answer that is taken for old news for this is followed by a claim from zero.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ Reason: TypeAlias = Literal["notify", "timer", "poll", "more"]
 _REASONS: Final[tuple[Reason, ...]] = ("more", "notify", "timer", "poll")
 """Which one a claim has that has several."""
 
+_ROUND_TRIP: Final = 0.002
+"""Seconds of a claim that are not its search: what these are is a matter of the way to the server and of this process."""
+
 _SHARE: Final = 16
 """Jobs for each tenant in a claim, where many have a backlog; and tenants that share even a small claim."""
 
@@ -49,6 +55,8 @@ class Turn:
     """Whether it is for tenants alone that were rung beside a backlog."""
     positions: list[int] = field(default_factory=list)
     """Their cursors, as they are sent."""
+    overtaken: set[str] = field(default_factory=set)
+    """Tenants of whom an answer to another claim has said meanwhile that nothing is left."""
 
 
 class Turns:
@@ -58,15 +66,17 @@ class Turns:
         self.cursors: Final = {tenant: ClaimCursor() for tenant in tenants}
         # Rung, and not known to have a backlog; in the order in which they were.
         self._rung: dict[str, Reason] = {}
-        # Those with a backlog, by when the last claim was sent whose answer said so: a short answer to an earlier one
-        # is older news. Their rings are kept apart; the next claim for them is under way soon enough.
-        self._full: dict[str, float] = {}
+        # Those with a backlog. Their rings are kept apart; the next claim for them is under way soon enough.
+        self._full: dict[str, None] = {}
         self._rung_too: dict[str, Reason] = {}
+        # When the last claim was sent for a tenant that had been rung.
+        self._heard_at: dict[str, float] = {}
         # Who takes turns: these, also while a claim for them is under way, and those that a claim has not come to.
         self._more: dict[str, None] = {}
         self._under_way: list[Turn] = []
-        # When a tenant is to be rung because a job is due, or because a claim from zero is owed and then allowed.
+        # When a tenant is to be rung because a job is due; and for whom a claim from zero is owed and not allowed yet.
         self._due: dict[str, float] = {}
+        self._owing: dict[str, None] = {}
         self.next_due = math.inf
         """When the next of them is to be rung that is not rung yet."""
         # Asked for alone, because a claim for several of them was denied, and so could be any of them; and those that
@@ -91,10 +101,14 @@ class Turns:
         """Have a tenant rung at that time, if it is not to be earlier; return whether `next_due` is earlier now."""
         if when < self._due.get(tenant, math.inf):
             self._due[tenant] = when
-            if when < self.next_due:
-                self.next_due = when
-                return True
+            return self._look_at(when)
         return False
+
+    def _look_at(self, when: float) -> bool:
+        if when >= self.next_due:
+            return False
+        self.next_due = when
+        return True
 
     def ring_what_is_due(self, now: float) -> None:
         """Ring those whose time has come. What has become due may lie below the cursor."""
@@ -104,7 +118,15 @@ class Turns:
             del self._due[tenant]
             self.cursors[tenant].owed = True
             self.ring(tenant, "timer")
-        self.next_due = min(self._due.values(), default=math.inf)
+        for tenant in list(self._owing):
+            cursor = self.cursors[tenant]
+            if cursor.owed and now < cursor.zero_allowed_at:
+                continue  # not yet, after all: there was another claim from zero
+            del self._owing[tenant]
+            if cursor.owed:
+                self.ring(tenant, "timer")
+        allowed = [self.cursors[tenant].zero_allowed_at for tenant in self._owing]
+        self.next_due = min((*self._due.values(), *allowed), default=math.inf)
 
     @property
     def is_quiet(self) -> bool:
@@ -184,7 +206,8 @@ class Turns:
             if reason is not None:
                 turn.rung[tenant] = reason
             reasons.add(reason or "more")
-            self._rung_too.pop(tenant, None)
+            if self._rung_too.pop(tenant, None) or reason:
+                self._heard_at[tenant] = now
             self._more.pop(tenant, None)
         if len(tenants) <= limit:
             # Behind the others, for the next claim, which need not wait for this one's answer. Not where the claim may
@@ -202,7 +225,7 @@ class Turns:
         self._under_way.remove(turn)
         self._alone.difference_update(turn.tenants)
         # Who waited for his turn knows nothing of how long it takes to look.
-        seconds = max(now - sent_at - claimed.waited_seconds, 0.0) / len(turn.tenants)
+        seconds = max(now - sent_at - claimed.waited_seconds - _ROUND_TRIP, 0.0) / len(turn.tenants)
         more, unseen = what_is_left(claimed, turn.tenants, turn.limit)
         for tenant, position in zip(turn.tenants, turn.positions, strict=True):
             cursor = self.cursors[tenant]
@@ -211,12 +234,14 @@ class Turns:
                 continue
             full = tenant in more
             cursor.answered(position, claimed.cursors.get(tenant), full, seconds, now)
-            if full:
-                self._note_backlog(tenant, sent_at)
+            if not full and sent_at >= self._heard_at.get(tenant, 0.0):
+                self._end_backlog(tenant)
+            elif full and tenant not in turn.overtaken:
+                self._note_backlog(tenant)
                 continue
-            if self._full.get(tenant, math.inf) <= sent_at:
-                self._more.pop(tenant, None)
-                self._forget_backlogs([tenant])
+            elif full:
+                more.remove(tenant)
+                cursor.owed = True
             if cursor.owed:
                 self._ring_from_zero(tenant, cursor, now)
         # Where there is something, in front of all who were rung since.
@@ -258,8 +283,15 @@ class Turns:
         for tenant, position in zip(turn.tenants, turn.positions, strict=True):
             self.cursors[tenant].unanswered(position)
 
-    def _note_backlog(self, tenant: str, sent_at: float) -> None:
-        self._full[tenant] = max(sent_at, self._full.get(tenant, 0.0))
+    def _end_backlog(self, tenant: str) -> None:
+        for turn in self._under_way:
+            turn.overtaken.add(tenant)
+        if tenant in self._full:
+            self._more.pop(tenant, None)
+            self._forget_backlogs([tenant])
+
+    def _note_backlog(self, tenant: str) -> None:
+        self._full[tenant] = None
         if tenant in self._rung:
             self._rung_too[tenant] = self._rung.pop(tenant)
 
@@ -283,8 +315,11 @@ class Turns:
     def _ring_from_zero(self, tenant: str, cursor: ClaimCursor, now: float) -> None:
         if now >= cursor.zero_allowed_at:
             self._more.setdefault(tenant)
-        else:
-            self.ring_at(tenant, cursor.zero_allowed_at)
+            return
+        self._owing[tenant] = None
+        self._look_at(cursor.zero_allowed_at)
+        if tenant not in self._full:
+            self._more.pop(tenant, None)  # until then a claim would be above the cursor, which is no use
 
 
 def what_is_left(claimed: ClaimedJobs, tenants: list[str], limit: int) -> tuple[list[str], list[str]]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import pytest
 
 from dispatch_core.models import ClaimedJobs
@@ -129,8 +133,9 @@ def test_a_burst_of_rings_is_one_claim_and_one_more_for_what_came_during_it() ->
 # --- what answers say ------------------------------------------------------------------------------------------------
 
 
-def test_a_short_answer_to_an_older_claim_takes_no_backlog_away() -> None:
+def test_a_short_answer_takes_no_backlog_away_where_a_claim_was_sent_since_that_had_been_rung_for() -> None:
     turns, older = with_backlog("big")
+    turns.ring("big", "notify")
     newer = turns.take_beside(100, MANY, 0.2)
     assert newer is not None
     turns.answered(newer, answer(big=100), 0.2, 0.3)
@@ -140,6 +145,137 @@ def test_a_short_answer_to_an_older_claim_takes_no_backlog_away() -> None:
     assert newest is not None
     turns.answered(newest, answer(big=3), 0.5, 0.6)
     assert not turns.has_backlog
+
+
+@pytest.mark.parametrize("short_is", ["sent first", "sent last"])
+@pytest.mark.parametrize("short_comes", ["first", "last"])
+def test_else_a_short_answer_ends_a_backlog_in_whatever_order_claims_are_sent_and_answered(
+    short_is: str, short_comes: str
+) -> None:
+    """The other claim has what it has not seen. A full answer to that one is followed by a claim from zero alone."""
+    turns, first = with_backlog("big")
+    second = turns.take_beside(100, MANY, 0.2)
+    assert second is not None
+    short, full = (first, second) if short_is == "sent first" else (second, first)
+    sent_at = {id(first): 0.1, id(second): 0.2}
+    for turn in (short, full) if short_comes == "first" else (full, short):
+        turns.answered(turn, answer(**({} if turn is short else {"big": 100})), sent_at[id(turn)], 0.3)
+    assert not turns.has_backlog
+    turns.ring_what_is_due(10.0)
+    last = turns.take(100, 10.0)
+    assert last is not None
+    assert last.positions == [0]
+    assert turns.take_beside(100, MANY, 10.0) is None
+    turns.answered(last, answer(), 10.0, 10.1)
+    turns.ring_what_is_due(100.0)
+    assert turns.is_quiet
+
+
+@dataclass
+class Drain:
+    """A backlog drained by claims of which two may be under way; what happens next is said by `choose`."""
+
+    choose: Callable[[int], int]
+    seconds: float
+    left: int = 300
+    claims: int = 0
+    now: float = 10.0
+    turns: Turns = field(default_factory=lambda: Turns(["a"]))
+    sent: list[tuple[Turn, float]] = field(default_factory=list)
+    done: list[tuple[Turn, float, int]] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Return how many claims it took."""
+        self.turns.ring("a", "poll")
+        self.send()
+        while self.sent or self.done or self.turns.next_due < math.inf:
+            self.now += self.seconds
+            if not (self.sent or self.done):
+                self.now = max(self.now, self.turns.next_due)
+            elif (number := self.choose(len(self.sent) + len(self.done))) < len(self.sent):
+                self.look(number)
+            else:
+                self.answer(number - len(self.sent))
+            self.send()
+        assert self.turns.is_quiet
+        assert self.left == 0
+        return self.claims
+
+    def send(self) -> None:
+        self.turns.ring_what_is_due(self.now)
+        while True:
+            beside = self.sent or self.done
+            turn = self.turns.take_beside(100, MANY, self.now) if beside else self.turns.take(100, self.now)
+            if turn is None:
+                return
+            self.claims += 1
+            self.sent.append((turn, self.now))
+
+    def look(self, number: int) -> None:
+        """Have the server execute one of those that were sent."""
+        turn, sent_at = self.sent.pop(number)
+        found = min(self.left, turn.limit)
+        self.left -= found
+        self.done.append((turn, sent_at, found))
+
+    def answer(self, number: int) -> None:
+        turn, sent_at, found = self.done.pop(number)
+        self.turns.answered(turn, answer(a=found) if found else answer(), sent_at, self.now)
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 0.1])
+def test_a_backlog_of_three_claims_takes_six_at_most_in_whatever_order_these_are_executed_and_answered(
+    seconds: float,
+) -> None:
+    """Every order there is. Two that find nothing, one beside the other, and one from zero come after the three."""
+    path: list[tuple[int, int]] = []
+    orders = 0
+    counts: set[int] = set()
+    while True:
+        taken: list[tuple[int, int]] = []
+
+        def choose(among: int, taken: list[tuple[int, int]] = taken) -> int:
+            which = path[len(taken)][0] if len(taken) < len(path) else 0
+            taken.append((which, among))
+            return which
+
+        counts.add(Drain(choose, seconds).run())
+        orders += 1
+        # The next order: the last choice that has another one is made anew.
+        while taken and taken[-1][0] + 1 == taken[-1][1]:
+            taken.pop()
+        if not taken:
+            break
+        path = [*taken[:-1], (taken[-1][0] + 1, taken[-1][1])]
+    assert orders > 50
+    assert max(counts) <= 6
+
+
+def test_a_claim_from_zero_that_waits_until_it_is_allowed_is_not_made_where_another_was_from_zero_meanwhile() -> None:
+    turns, claim = with_backlog("big")
+    turns.answered(claim, answer(), 0.1, 0.2)
+    assert turns.is_quiet
+    assert 1.0 < turns.next_due < math.inf
+    turns.ring("big", "notify")
+    rung = turns.take(100, turns.next_due)
+    assert rung is not None
+    assert rung.positions == [0]
+    turns.ring_what_is_due(turns.next_due)
+    turns.answered(rung, answer(), turns.next_due, turns.next_due + 0.1)
+    assert turns.is_quiet
+    assert turns.next_due == math.inf
+
+
+def test_what_a_round_trip_takes_does_not_put_off_a_claim_from_zero() -> None:
+    turns = Turns(["a"])
+    for now in (10.0, 10.002, 10.004):
+        turns.ring("a", "notify")
+        claim = turns.take(100, now)
+        assert claim is not None
+        assert claim.positions == [0]
+        turns.answered(claim, answer(a=1), now, now + 0.0019)
+        assert turns.is_quiet
+    assert turns.next_due == math.inf
 
 
 def test_a_ring_during_the_last_claim_of_a_backlog_is_not_swallowed_by_its_short_answer() -> None:
@@ -255,4 +391,4 @@ def test_the_wait_for_a_turn_is_not_taken_for_a_slow_look_and_puts_off_no_claim_
     claim = turns.take(100, 10.0)
     assert claim is not None
     turns.answered(claim, ClaimedJobs(waited_seconds=0.8), 10.0, 10.9)
-    assert turns.cursors["a"].zero_allowed_at == pytest.approx(10.9 + 0.1 * 19)
+    assert turns.cursors["a"].zero_allowed_at == pytest.approx(10.9 + (0.1 - 0.002) * 19)
