@@ -12,7 +12,7 @@ So a lone job beside a backlog is in the next claim that is sent, however many t
 
 A ring that comes while a claim for its tenant is under way counts for the claim after that, for which it is too early
 to see what was rung for. Two claims for one tenant may be under way, and the server may come to them in another order
-than they were sent in, and answer them in a third. So a short answer ends a backlog whatever full answers come before or
+than they were sent in, and answer them in a third. So a short answer ends a backlog whatever full ones come before or
 after it, unless a claim was sent since that had been rung for: what it has not seen is in the hands of the others, or
 was not there yet and is rung for. A full answer that is taken for old news for this is followed by a claim from zero.
 """
@@ -36,7 +36,7 @@ _REASONS: Final[tuple[Reason, ...]] = ("more", "notify", "timer", "poll")
 """Which one a claim has that has several."""
 
 _ROUND_TRIP: Final = 0.002
-"""Seconds of a claim that are not its search: what these are is a matter of the way to the server and of this process."""
+"""Seconds of a claim that are not its search: how many is a matter of the way to the server and of this process."""
 
 _SHARE: Final = 16
 """Jobs for each tenant in a claim, where many have a backlog; and tenants that share even a small claim."""

@@ -171,6 +171,32 @@ def test_else_a_short_answer_ends_a_backlog_in_whatever_order_claims_are_sent_an
     assert turns.is_quiet
 
 
+class Orders:
+    """All orders of what can happen, one run after another: what is chosen last is chosen otherwise first."""
+
+    def __init__(self) -> None:
+        self._path: list[tuple[int, int]] = []
+        self._taken: list[tuple[int, int]] = []
+
+    def choose(self, among: int) -> int:
+        """Return which of so many things happens next."""
+        depth = len(self._taken)
+        which = self._path[depth][0] if depth < len(self._path) else 0
+        self._taken.append((which, among))
+        return which
+
+    def has_another(self) -> bool:
+        """Begin the next run; False where there is none."""
+        path, self._taken = self._taken, []
+        while path and path[-1][0] + 1 == path[-1][1]:
+            path.pop()
+        if path:
+            which, among = path.pop()
+            path.append((which + 1, among))
+        self._path = path
+        return bool(path)
+
+
 @dataclass
 class Drain:
     """A backlog drained by claims of which two may be under way; what happens next is said by `choose`."""
@@ -228,26 +254,11 @@ def test_a_backlog_of_three_claims_takes_six_at_most_in_whatever_order_these_are
     seconds: float,
 ) -> None:
     """Every order there is. Two that find nothing, one beside the other, and one from zero come after the three."""
-    path: list[tuple[int, int]] = []
-    orders = 0
-    counts: set[int] = set()
-    while True:
-        taken: list[tuple[int, int]] = []
-
-        def choose(among: int, taken: list[tuple[int, int]] = taken) -> int:
-            which = path[len(taken)][0] if len(taken) < len(path) else 0
-            taken.append((which, among))
-            return which
-
-        counts.add(Drain(choose, seconds).run())
-        orders += 1
-        # The next order: the last choice that has another one is made anew.
-        while taken and taken[-1][0] + 1 == taken[-1][1]:
-            taken.pop()
-        if not taken:
-            break
-        path = [*taken[:-1], (taken[-1][0] + 1, taken[-1][1])]
-    assert orders > 50
+    orders = Orders()
+    counts = [Drain(orders.choose, seconds).run()]
+    while orders.has_another():
+        counts.append(Drain(orders.choose, seconds).run())
+    assert len(counts) > 50
     assert max(counts) <= 6
 
 
