@@ -17,12 +17,13 @@ from uuid import UUID
 
 from dispatch_core import codec
 from dispatch_core.database import mapped_errors
-from dispatch_core.errors import TransactionRequiredError
+from dispatch_core.errors import DatabaseError, TransactionRequiredError
 
 __all__ = ["CallersConnection", "JoinableConnection", "typed"]
 
 _ROWS: Final = ("select pg_catalog.row_to_json(r) from (", ") as r")
 
+_READ_ONLY: Final = "25006"
 _PARAMETER: Final = re.compile(r"\$(\d+)")
 _TYPE: Final = re.compile(r"::(?=(?:text|jsonb|uuid)\b)")
 
@@ -60,10 +61,17 @@ class CallersConnection:
         async def receive(data: bytes) -> None:
             received.extend(data)
 
-        with mapped_errors():
-            if self._joins and not self._conn.is_in_transaction():
-                raise TransactionRequiredError
-            await self._conn.copy_from_query(text.join(_ROWS), output=receive, encoding="UTF8", timeout=self._timeout)
+        try:
+            with mapped_errors():
+                if self._joins and not self._conn.is_in_transaction():
+                    raise TransactionRequiredError
+                await self._conn.copy_from_query(
+                    text.join(_ROWS), output=receive, encoding="UTF8", timeout=self._timeout
+                )
+        except DatabaseError as error:
+            if self._joins and error.sqlstate == _READ_ONLY:  # elsewhere the sign of a primary that is none any more
+                raise TransactionRequiredError("nothing can be written in a transaction that is read only") from error
+            raise
         # JSON has no raw control character, so all that COPY has escaped are backslashes.
         lines = received.replace(rb"\\", b"\\").split(b"\n")
         return [typed(codec.decode_payload(line.decode())) for line in lines if line]
