@@ -9,7 +9,6 @@ from uuid import UUID
 import typer
 
 from dispatch_core.cli.common import NOTHING_MATCHED, DsnOption, Output, OutputOption, note, resolve_dsn, run_async
-from dispatch_core.codec import encode_payload
 from dispatch_core.durable_models import ChunkStatus, DurableChunk, DurableJob, JobStatus
 from gateway_sdk.cli_text import waiting
 from gateway_sdk.cli_words import json_text
@@ -27,7 +26,6 @@ __all__ = ["list_", "show"]
 
 OF_INTEREST: Final = (ChunkStatus.NEEDS_REVIEW, ChunkStatus.FAILED, ChunkStatus.RUNNING, ChunkStatus.RETRY)
 """The chunks that `show` prints by itself: those that wait for a person come first."""
-MAX_BYTES: Final = 1024 * 1024
 
 
 def list_(
@@ -76,20 +74,19 @@ async def _list(
     limit: int,
     before: UUID | None,
 ) -> tuple[list[DurableJob], bool]:
-    wanted: list[dict[str, Any]] = []
+    wanted: dict[str, Any] = {}
     if statuses:
-        wanted.append({"column": "status", "op": "in", "value": [status.value for status in statuses]})
+        wanted["status"] = list(statuses)
     if kind is not None:
-        wanted.append({"column": "kind", "op": "=", "value": kind})
-    conditions = encode_payload(wanted, MAX_BYTES).decode()
+        wanted["kind"] = kind
     async with room_at(dsn, tenants) as room:
         with waiting("counting"):
             ids: list[tuple[UUID, str]] = []
             for tenant in await room.tenants():
                 after = None if before is None else f'["{before}"]'
-                page = await room.verbs.query(tenant, "job", conditions, after=after, limit=limit + 1)
+                page = await room.verbs.query(tenant, "job", wanted, after=after, limit=limit + 1)
                 # Ids are of their time: so the newest of all tenants are those with the highest ones.
-                ids = sorted([*ids, *((UUID(item["job_id"]), tenant) for item in page.items)], reverse=True)
+                ids = sorted([*ids, *((item["job_id"], tenant) for item in page.items)], reverse=True)
                 ids = ids[: limit + 1]
             found = [job for job_id, tenant in ids[:limit] for job in await _read(room, tenant, job_id)]
     return found, len(ids) > limit
