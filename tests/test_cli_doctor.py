@@ -56,14 +56,14 @@ async def test_doctor_finds_nothing_wrong_with_a_plain_login(database: TestDatab
     assert set(verdicts(findings).values()) == {"pass"}
     assert list(verdicts(findings)) == [
         "reach", "version", "pooler", "statements", "listen", "clock", "schema", "row security", "rights", "outbox",
-        "listeners", "transactions",
+        "durable jobs", "listeners", "transactions",
     ]  # fmt: skip
     assert of(findings, "rights").found.startswith(f"{kind} for every tenant")
     assert 0 < float(str(of(findings, "listen").values["round_trip_ms"])) < 1000
     assert abs(float(str(of(findings, "clock").values["skew_ms"]))) < 1000
 
 
-@pytest.mark.parametrize("room", ["dispatch", "outbox"])
+@pytest.mark.parametrize("room", ["dispatch", "outbox", "durable"])
 async def test_doctor_asks_for_no_more_than_the_rooms_that_are_installed(
     bare_database: TestDatabase, room: str
 ) -> None:
@@ -123,7 +123,7 @@ async def test_doctor_finds_a_missing_schema_and_leaves_out_what_rests_on_it(bar
     findings = await examine(bare_database.admin_dsn)
     assert of(findings, "schema").verdict == "fail"
     assert of(findings, "schema").mend == "relay-dispatch db migrate"
-    assert not {"row security", "rights", "outbox"} & verdicts(findings).keys()
+    assert not {"row security", "rights", "outbox", "durable jobs"} & verdicts(findings).keys()
 
 
 @pytest.mark.case("C05")

@@ -55,7 +55,8 @@ async def check_schema(conn: Connection, *, rooms: Sequence[str] | None = None, 
 
 def _mend(rooms: Sequence[str]) -> str:
     """Say what installs or upgrades these rooms, and not the dispatch room where events alone are kept."""
-    return _MEND + (" --only outbox" if list(rooms) == ["outbox"] else "")
+    # A room that may stand alone, and is all that is asked for.
+    return _MEND + (f" --only {rooms[0]}" if len(rooms) == 1 and rooms[0] in ("outbox", "durable") else "")
 
 
 def mismatch(comparison: Comparison) -> str | None:

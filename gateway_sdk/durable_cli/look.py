@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from uuid import UUID
 
 import typer
@@ -34,7 +34,7 @@ def list_(
         list[JobStatus] | None, typer.Option("--status", "-s", help="Only those that stand so; repeatable.")
     ] = None,
     kind: Annotated[str | None, typer.Option("--kind", "-k", help="Only jobs of this kind.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=5000, help="At most so many.")] = 50,
     before: Annotated[
         UUID | None, typer.Option("--before", metavar="JOB_ID", help="Only older ones: the last of the page before.")
     ] = None,
@@ -74,9 +74,9 @@ async def _list(
     limit: int,
     before: UUID | None,
 ) -> tuple[list[DurableJob], bool]:
-    wanted: dict[str, Any] = {}
+    wanted: dict[str, object] = {}
     if statuses:
-        wanted["status"] = list(statuses)
+        wanted["status"] = [status.value for status in statuses]
     if kind is not None:
         wanted["kind"] = kind
     async with room_at(dsn, tenants) as room:
@@ -86,7 +86,7 @@ async def _list(
                 after = None if before is None else f'["{before}"]'
                 page = await room.verbs.query(tenant, "job", wanted, after=after, limit=limit + 1)
                 # Ids are of their time: so the newest of all tenants are those with the highest ones.
-                ids = sorted([*ids, *((item["job_id"], tenant) for item in page.items)], reverse=True)
+                ids = sorted([*ids, *((UUID(str(item["job_id"])), tenant) for item in page.items)], reverse=True)
                 ids = ids[: limit + 1]
             found = [job for job_id, tenant in ids[:limit] for job in await _read(room, tenant, job_id)]
     return found, len(ids) > limit

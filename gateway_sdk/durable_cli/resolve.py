@@ -56,11 +56,12 @@ def resolve(
     json: JsonOption = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Decide about chunks that stand at needs_review: they were under way when their worker was lost, and must not
-    be run twice unasked.
+    """Decide about chunks that wait for a person.
 
-    Look first at how far such a one had come (its checkpoint, who held it, and
-    what that has left behind): durable show JOB_ID --chunk SEQ. Then
+    Such a one stands at needs_review: it was under way when its worker was
+    lost, and must not be run twice unasked. Look first at how far it had come
+    (its checkpoint, who held it, what that has left behind): durable show JOB_ID
+    --chunk SEQ. Then
 
       retry    it is run again, from its checkpoint, with all its attempts
       done     it had done all that it should
@@ -74,7 +75,7 @@ def resolve(
 
     Examples:
       relay-dispatch durable show 01998d4e-… --chunk 17
-      relay-dispatch durable resolve 01998d4e-… done 17 --note 'all 500 mails are in the log'
+      relay-dispatch durable resolve 01998d4e-… done 17 --note 'all are sent'
       relay-dispatch durable resolve 01998d4e-… retry --all
     """
     if bool(seqs) == all_:

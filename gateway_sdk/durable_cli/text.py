@@ -143,7 +143,8 @@ def took(job: DurableJob) -> str:
     """Show how long a job ran, or has been running."""
     if job.started_at is None:
         return ""
-    return age((job.ended_at or max(job.counted_at, job.started_at)) - job.started_at)
+    ran = (job.ended_at or max(job.counted_at, job.started_at)) - job.started_at
+    return f"{ran.total_seconds():.1f} s" if ran.total_seconds() < 60 else age(ran)
 
 
 def print_job(job: DurableJob) -> None:

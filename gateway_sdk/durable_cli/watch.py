@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Final
 from uuid import UUID
 
@@ -109,10 +109,12 @@ async def _watch(
         with anyio.move_on_after(timeout), screen:
             async with anyio.create_task_group() as group:
                 bell = _Bell(job_id)
+                channel = await _channel(room, tenant)
                 listener = Listener(listen_dsn, name="watch", application_name="relay-dispatch durable", max_channels=1)
                 listener.on_catch_up(bell.wake)
                 await group.start(listener.run)
-                group.start_soon(_listen, room, tenant, listener, bell.rung)
+                if channel is not None:
+                    await listener.subscribe(channel, bell.rung)
                 ended = await _until_over(room, tenant, job_id, interval, bell, screen)
                 group.cancel_scope.cancel()
                 return ended
@@ -140,12 +142,11 @@ class _Bell:
         self._event = anyio.Event()
 
 
-async def _listen(room: Room, tenant: str, listener: Listener, rung: Callable[[str], None]) -> None:
+async def _channel(room: Room, tenant: str) -> str | None:
     try:
-        channel = await room.verbs.channel("durable_watch", tenant)
+        return await room.verbs.channel("durable_watch", tenant)
     except TenancyError:  # a worker's login is told of work, and not of progress
-        return
-    await listener.subscribe(channel, rung)
+        return None
 
 
 async def _until_over(

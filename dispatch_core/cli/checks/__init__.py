@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable
 from dataclasses import replace
 
-from dispatch_core.cli.checks import login, outbox, server, way
+from dispatch_core.cli.checks import durable, login, outbox, server, way
 from dispatch_core.cli.checks.finding import Finding, Verdict, connection
 from dispatch_core.errors import RelayDispatchError
 
@@ -43,13 +43,15 @@ async def examine(
         await add("listen", way.listen(listen_dsn or dsn, timeout))
         await add("clock", way.clock(conn))
         await add("schema", login.schema(dsn))
-        if findings[-1].verdict != "fail":  # else there is nothing that the next three could read
+        if findings[-1].verdict != "fail":  # else there is nothing that the next four could read
             rooms = findings[-1].values.get("rooms")
             installed = [str(room) for room in rooms] if isinstance(rooms, list) else []
             await add("row security", login.row_security(conn, installed))
             await add("rights", login.rights(conn, installed))
             if "outbox" in installed or outbox_dsn in (None, dsn):
                 await add("outbox", outbox.events(conn, installed))
+            if "durable" in installed:
+                await add("durable jobs", durable.jobs(conn))
         await add("listeners", server.listeners(conn))
         await add("transactions", server.transactions(conn))
         await add("settings", server.settings(conn))

@@ -38,7 +38,10 @@ VERBS: Final[Mapping[str | None, Mapping[str, Sequence[str]]]] = {
             *("durable_claim", "durable_claim_again", "durable_heartbeat", "durable_checkpoint", "durable_complete"),
             *("durable_fail", "durable_release", "durable_row_errors_add", "durable_finish", "durable_run_sweeps"),
         ),
-        "operator": ("durable_jobs", "durable_chunks", "durable_events", "durable_control", "durable_resolve"),
+        "operator": (
+            *("durable_jobs", "durable_chunks", "durable_row_errors", "durable_events", "durable_query"),
+            *("durable_all_tenants", "durable_health", "durable_control", "durable_resolve"),
+        ),
     },
 }
 """What each kind of login must be able to call for its SDK to work, by the room that it works in."""
