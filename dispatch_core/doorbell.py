@@ -30,7 +30,7 @@ __all__ = ["Doorbell", "Transport"]
 
 logger = logging.getLogger(__name__)
 
-_Kind: TypeAlias = Literal["wake", "result", "cancel"]
+_Kind: TypeAlias = Literal["wake", "result", "cancel", "durable", "durable_watch"]
 _Ring: TypeAlias = tuple[_Kind, str, str | None, str | None]
 
 _MAX_RINGS: Final = 2000
@@ -88,7 +88,7 @@ class Doorbell:
     def __init__(self, *transports: Transport) -> None:
         self._transports: Sequence[Transport] = transports
         # A dict holds each once. A job is rung for once anyway, and hashing its id is dear.
-        self._wakes: dict[tuple[str, str], None] = {}
+        self._wakes: dict[tuple[str, str | None], None] = {}
         self._ids: dict[tuple[_Kind, str, str | None], list[UUID]] = {}
         self._ids_waiting = 0
         self._under_way = False
@@ -126,6 +126,20 @@ class Doorbell:
     def ring_cancel(self, tenant: str, relay: str, job_id: UUID) -> None:
         """Tell the relay's processes that the job was withdrawn."""
         self._add("cancel", tenant, relay, (job_id,))
+
+    def ring_chunks(self, tenant: str) -> None:
+        """Wake the relays of the tenant that have handlers for chunks: there may be one to claim."""
+        if self._closed:
+            self.lost += 1
+            return
+        self._wakes[tenant, None] = None
+        if not self._rung:
+            self._rung = True
+            self._wakeup.set()
+
+    def ring_watchers(self, tenant: str, job_ids: Sequence[UUID]) -> None:
+        """Tell those who watch durable jobs of the tenant that these have moved."""
+        self._add("durable_watch", tenant, None, job_ids)
 
     def _add(self, kind: _Kind, tenant: str, relay: str | None, job_ids: Sequence[UUID]) -> None:
         room = 0 if self._closed else _MAX_WAITING - self._ids_waiting
@@ -199,7 +213,7 @@ class Doorbell:
 
     async def _send_next(self) -> bool:
         wakes, ids = self._take()
-        rings: list[_Ring] = [("wake", tenant, relay, None) for tenant, relay in wakes]
+        rings: list[_Ring] = [("durable" if relay is None else "wake", tenant, relay, None) for tenant, relay in wakes]
         for (kind, tenant, relay), jobs in ids.items():
             rings += [(kind, tenant, relay, payload) for payload in _payloads(jobs)]
         self._under_way = True
@@ -215,7 +229,7 @@ class Doorbell:
         finally:
             self._under_way = False
 
-    def _take(self) -> tuple[list[tuple[str, str]], dict[tuple[_Kind, str, str | None], list[UUID]]]:
+    def _take(self) -> tuple[list[tuple[str, str | None]], dict[tuple[_Kind, str, str | None], list[UUID]]]:
         wakes = list(islice(self._wakes, _MAX_RINGS))
         for wake in wakes:
             del self._wakes[wake]

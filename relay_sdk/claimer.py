@@ -21,12 +21,12 @@ from typing import Final
 import anyio
 
 from dispatch_core.backoff import Backoff
-from dispatch_core.database import Database
+from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import CLAIMED_BODIES_BYTES, RelayDispatchRepository
 from dispatch_core.errors import DatabaseBusyError, DatabaseError, DatabaseUnavailableError, TenancyError
 from dispatch_core.ids import new_id
 from dispatch_core.models import ClaimedJobs, DispatchJob
-from relay_sdk.lost_claims import LostClaims
+from relay_sdk.lost_claims import LostClaim, LostClaims
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.settings import RelaySettings
 from relay_sdk.slots import Slots
@@ -72,7 +72,7 @@ class Claimer:
         self._deliver = deliver
         self._metrics = metrics
         self._turns = Turns(tenants)
-        self.lost: Final = LostClaims(relay_id, instance_id, settings.claim_body_limit_bytes)
+        self.lost: Final[LostClaims[ClaimedJobs]] = LostClaims(self._claim_again)
         """Claims whose reply was lost and that have not been asked for with success."""
         self._poll_at = 0.0
         self._has_polled = False
@@ -317,6 +317,15 @@ class Claimer:
         for tenant in self._told.intersection(tenants):
             self._told.discard(tenant)
             logger.info("relay %s may claim for tenant %s again", self._relay_id, tenant)
+
+    async def _claim_again(self, conn: Connection, lost: LostClaim) -> ClaimedJobs:
+        return await RelayDispatchRepository(conn).claim_again(
+            self._relay_id,
+            claimed_by=self._instance_id,
+            claim_id=lost.claim_id,
+            tenants=lost.tenants,
+            body_limit_bytes=self._settings.claim_body_limit_bytes,
+        )
 
     async def _ask_again(self, now: float) -> None:
         lost, lease = self.lost.next_to_ask(now), self._settings.lease_seconds

@@ -28,6 +28,7 @@ __all__ = ["relay"]
 relay = typer.Typer(help="Run relays.", no_args_is_help=True)
 
 _COUNTS = ("jobs_succeeded", "jobs_failed", "jobs_expired", "jobs_retried", "jobs_released", "jobs_lost")
+_CHUNK_COUNTS = ("chunks_done", "chunks_failed", "chunks_retried", "chunks_released", "chunks_lost")
 
 
 class LogLevel(str, Enum):  # noqa: UP042  (as in common)
@@ -124,8 +125,15 @@ class _Report:
     def _watch(self) -> None:
         # A first claim was answered, so it listens already. There is no event for it, and the event loop is not ours;
         # but a number can be read from any thread.
-        while not all(relay.metrics.claims for relay in self._relays):
-            if self._over.wait(0.02) and not all(relay.metrics.claims for relay in self._relays):
+        def are_ready() -> bool:
+            return all(
+                (relay.metrics.claims or not relay.has_handlers)
+                and (relay.metrics.chunk_claims or not relay.chunk_kinds)
+                for relay in self._relays
+            )
+
+        while not are_ready():
+            if self._over.wait(0.02) and not are_ready():
                 return
         self._instances = {str(relay.instance_id): relay for relay in self._relays}
         if self._output is Output.JSON:
@@ -142,8 +150,11 @@ class _Report:
             }
             self._say({"event": "end", "pid": os.getpid(), "instances": counts})
         else:
-            rows = [[relay.relay_id, *(getattr(relay.metrics, name) for name in _COUNTS)] for relay in self._relays]
-            emit_table(["relay", *(name.removeprefix("jobs_") for name in _COUNTS)], rows)
+            names = _COUNTS
+            if any(relay.chunk_kinds for relay in self._relays):
+                names = (*(_COUNTS if any(relay.has_handlers for relay in self._relays) else ()), *_CHUNK_COUNTS)
+            rows = [[relay.relay_id, *(getattr(relay.metrics, name) for name in names)] for relay in self._relays]
+            emit_table(["relay", *(name.removeprefix("jobs_").replace("_", " ") for name in names)], rows)
 
     def _say(self, document: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(document) + "\n")

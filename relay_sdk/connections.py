@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 from anyio.abc import TaskStatus
 
-from dispatch_core.database import Database
+from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.doorbell import Doorbell
+from dispatch_core.errors import ConfigurationError
 from dispatch_core.ids import new_id
 from dispatch_core.listener import Listener
 from dispatch_core.migrate import check_schema
@@ -21,7 +22,7 @@ from dispatch_core.ring_inside import RingInside
 from dispatch_core.settings import CoreSettings
 from dispatch_core.tenancy import warn_if_bypassing
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "last_connection"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,12 @@ class Connections:
     Connections to PostgreSQL are the pool's, and one for LISTEN and NOTIFY.
     """
 
-    def __init__(self, core: CoreSettings, *, pool: Any = None, command_timeout_seconds: float) -> None:
-        """Take the caller's `pool` (left open), or else the DSN in `core`."""
+    def __init__(
+        self, core: CoreSettings, *, pool: Any = None, command_timeout_seconds: float, rooms: Sequence[str]
+    ) -> None:
+        """Take the caller's `pool` (left open), or else the DSN in `core`; and the rooms that are worked in."""
         self._core = core
+        self._rooms = list(rooms)
         # Said for each statement here too: a pool of the caller's may have no limit.
         self._patience = min(core.command_timeout_seconds, command_timeout_seconds)
         if pool is not None:
@@ -62,6 +66,8 @@ class Connections:
                 backoff_cap=core.reconnect_cap_seconds,
             )
             self.listener.on_round_trip(self.ring_inside.round_trip)
+        self.borrows_heartbeat = pool is not None
+        """Whether the heartbeat of chunks has to use a connection of the pool: there is no DSN for one of its own."""
         transports = (self.database,) if self.listener is None else (self.listener, self.database)
         self.doorbell = Doorbell(*transports)
         self._stack = AsyncExitStack()
@@ -81,7 +87,7 @@ class Connections:
             await stack.enter_async_context(self.database)
             async with self.database.connection() as conn:
                 with anyio.fail_after(self._patience):
-                    await check_schema(conn, rooms=["dispatch"])
+                    await check_schema(conn, rooms=self._rooms)
                     await warn_if_bypassing(conn, logger)
             self._stack = stack.pop_all()
         return self
@@ -148,3 +154,19 @@ class Connections:
             else:
                 await group.start(self.listener.run)
             task_status.started()
+
+
+@asynccontextmanager
+async def last_connection(connections: Connections) -> AsyncIterator[Connection]:
+    """Open a new connection: those of the pool may just have been found dead."""
+    try:
+        conn = await connections.database.connect_dedicated("last")
+    except ConfigurationError:
+        async with connections.database.connection() as conn:
+            yield conn
+        return
+    try:
+        yield conn
+    finally:
+        # Each statement was a transaction of its own, so there is nothing to say good-bye for.
+        conn.terminate()

@@ -23,7 +23,7 @@ from relay_sdk.outcomes import Reject, Reply, Retry, Snooze
 from relay_sdk.settings import RelaySettings
 from relay_sdk.slots import RUNNING, Cause, Slot
 
-__all__ = ["End", "Ends", "Expired", "Refused", "Released", "leaves_of"]
+__all__ = ["End", "Ends", "Expired", "Refused", "Released", "describe", "leaves_of", "may_be_printed"]
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Ends:
             message,
         )
         try:
-            log(exc_info=error if error is not None and _may_be_printed(error) else None)
+            log(exc_info=error if error is not None and may_be_printed(error) else None)
         except Exception:  # noqa: BLE001  a traceback's text is made by the error's own classes
             log()
         if not again:
@@ -285,7 +285,7 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
             yield member
 
 
-def _may_be_printed(error: BaseException) -> bool:
+def may_be_printed(error: BaseException) -> bool:
     """Whether a log may print the traceback: that of a group in a group in a group… exhausts the stack."""
     depth = 0
     level = [error]

@@ -24,13 +24,11 @@ import asyncio
 import inspect
 import logging
 import random
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import copy_context
-from functools import partial
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
@@ -43,6 +41,7 @@ from relay_sdk.metrics import RelayMetrics
 from relay_sdk.outcomes import Outcome
 from relay_sdk.registry import Gate, Handler, Registry
 from relay_sdk.slots import ENDED, RUNNING, WAITING, Cause, Slot, Slots
+from relay_sdk.tasks import task_makers
 
 __all__ = ["Executor"]
 
@@ -54,21 +53,6 @@ _SLICE_SECONDS: Final = 0.002
 
 _LOOK_EVERY: Final = 32
 """Jobs between two looks at the clock; so many at most are started at once."""
-
-
-_TaskMaker: TypeAlias = Callable[..., asyncio.Task[None]]
-
-
-def _task_makers(loop: asyncio.AbstractEventLoop) -> tuple[_TaskMaker, _TaskMaker]:
-    """Return what makes a task of (coroutine, context=…): one that begins at once where that is possible, and one that
-    does not."""
-    # One name for all: to make up one for each costs more than the rest of the task.
-    later: _TaskMaker = partial(asyncio.Task, loop=loop, name="relay job")
-    if loop.get_task_factory() is not None:
-        later = loop.create_task
-    if sys.version_info >= (3, 12):
-        return partial(asyncio.Task, loop=loop, name="relay job", eager_start=True), later
-    return later, later
 
 
 class Executor:
@@ -96,7 +80,7 @@ class Executor:
         self._stop_with = stop_with
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._new_task_at_once, self._new_task = _task_makers(self._loop)
+        self._new_task_at_once, self._new_task = task_makers(self._loop, "relay job")
         # Each job begins with a copy of this, not of what the job has left behind that made room for it.
         self._context = copy_context()
         # Never waited for: how many threads there may be is said by the gates and the slots.

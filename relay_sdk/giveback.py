@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 
-from dispatch_core.database import Connection
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import ConfigurationError, TenancyError
+from dispatch_core.errors import TenancyError
 from dispatch_core.models import Completion, DispatchJob, DispatchStatus, MalformedJob, PutBack, Settled
 from relay_sdk.claimer import Claimer
-from relay_sdk.connections import Connections
+from relay_sdk.connections import Connections, last_connection
 from relay_sdk.lost_claims import LostClaim
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.slots import RUNNING, Slot
@@ -62,7 +60,7 @@ async def give_back(
             for tenant in sorted(tenants):
                 await write([slot for slot in slots if slot.job.tenant_id == tenant], statement)
 
-    async with _last_connection(connections) as conn:
+    async with last_connection(connections) as conn:
         repository = RelayDispatchRepository(conn)
 
         async def release(slots: Sequence[Slot]) -> Sequence[Settled]:
@@ -105,19 +103,3 @@ async def give_back(
             await release_lost(lost)
     if denied:
         raise denied[0]
-
-
-@asynccontextmanager
-async def _last_connection(connections: Connections) -> AsyncIterator[Connection]:
-    """Open a new connection: those of the pool may just have been found dead."""
-    try:
-        conn = await connections.database.connect_dedicated("last")
-    except ConfigurationError:
-        async with connections.database.connection() as conn:
-            yield conn
-        return
-    try:
-        yield conn
-    finally:
-        # Each statement was a transaction of its own, so there is nothing to say good-bye for.
-        conn.terminate()

@@ -8,13 +8,12 @@ length the holders have one lease to come back; so a lost claim is given up by a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 from uuid import UUID
 
 from dispatch_core.backoff import Backoff
 from dispatch_core.database import Connection
-from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.models import ClaimedJobs
 
 __all__ = ["LostClaim", "LostClaims"]
 
@@ -38,13 +37,15 @@ class LostClaim:
         return [LostClaim(self.claim_id, [tenant], self.sent_at) for tenant in self.tenants]
 
 
-class LostClaims:
+Claimed = TypeVar("Claimed")
+
+
+class LostClaims(Generic[Claimed]):
     """Those of one relay instance."""
 
-    def __init__(self, relay_id: str, instance_id: str, body_limit_bytes: int) -> None:
-        self._relay_id = relay_id
-        self._instance_id = instance_id
-        self._body_limit_bytes = body_limit_bytes
+    def __init__(self, ask: Callable[[Connection, LostClaim], Awaitable[Claimed]]) -> None:
+        """Take the statement that asks for a claim again."""
+        self._ask = ask
         self._lost: list[LostClaim] = []
 
     def __len__(self) -> int:
@@ -71,18 +72,12 @@ class LostClaims:
         """When the next one is to be asked for; infinite where there is none."""
         return min((lost.ask_at for lost in self._lost), default=math.inf)
 
-    async def ask(self, lost: LostClaim, conn: Connection) -> ClaimedJobs:
+    async def ask(self, lost: LostClaim, conn: Connection) -> Claimed:
         """Return what it has taken that is still this instance's.
 
         Raises: DatabaseError, TenancyError where one of its tenants is denied.
         """
-        return await RelayDispatchRepository(conn).claim_again(
-            self._relay_id,
-            claimed_by=self._instance_id,
-            claim_id=lost.claim_id,
-            tenants=lost.tenants,
-            body_limit_bytes=self._body_limit_bytes,
-        )
+        return await self._ask(conn, lost)
 
     def found(self, lost: LostClaim) -> None:
         """Forget it: what it has taken is there."""

@@ -14,7 +14,16 @@ from dispatch_core.models import DispatchJob
 from relay_sdk.fair_queue import FairQueue
 from relay_sdk.outcomes import Outcome
 
-__all__ = ["Gate", "Handler", "HandlerFunction", "Registry"]
+__all__ = [
+    "Gate",
+    "Handler",
+    "HandlerFunction",
+    "Registry",
+    "check_concurrency",
+    "check_function",
+    "check_timeout",
+    "name_of",
+]
 
 HandlerFunction: TypeAlias = Callable[[DispatchJob], Awaitable[Outcome | None] | Outcome | None]
 """``async def`` or ``def``, of one argument."""
@@ -99,7 +108,7 @@ class Registry:
             raise HandlerRegistrationError(str(error)) from None
         if operation in self._handlers:
             raise HandlerRegistrationError(
-                f"operation {operation!r} has a handler already: {_name(self._handlers[operation].function)}"
+                f"operation {operation!r} has a handler already: {name_of(self._handlers[operation].function)}"
             )
         self._handlers[operation] = self._make(f"operation {operation!r}", function, timeout, concurrency)
         return function
@@ -112,28 +121,39 @@ class Registry:
         Raises: HandlerRegistrationError, as `add`.
         """
         if self._fallback is not None:
-            raise HandlerRegistrationError(f"there is a fallback already: {_name(self._fallback.function)}")
+            raise HandlerRegistrationError(f"there is a fallback already: {name_of(self._fallback.function)}")
         self._fallback = self._make(_FALLBACK, function, timeout, concurrency)
         return function
 
     def _make(self, what: str, function: Callable[..., Any], timeout: float | None, concurrency: int | None) -> Handler:
-        is_async = _check_function(what, function)
-        seconds = math.inf
-        if timeout is not None:
-            if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-                raise HandlerRegistrationError(f"timeout of {what} must be positive seconds, not {timeout!r}")
-            seconds = float(timeout)
-        if concurrency is None:
+        is_async = check_function(what, function, "the job")
+        seconds = check_timeout(what, timeout)
+        limit = check_concurrency(what, concurrency)
+        if limit is None:
             return Handler(what, function, is_async, seconds, None if is_async else self._thread_gate)
-        if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-            raise HandlerRegistrationError(
-                f"concurrency of {what} must be a whole number from 1 up, not {concurrency!r}"
-            )
-        return Handler(what, function, is_async, seconds, Gate(concurrency))
+        return Handler(what, function, is_async, seconds, Gate(limit))
 
 
-def _check_function(what: str, function: object) -> bool:
-    """Return whether it is asynchronous; raise where it cannot be a handler."""
+def check_timeout(what: str, timeout: object) -> float:
+    """Return it in seconds, infinite where there is none."""
+    if timeout is None:
+        return math.inf
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise HandlerRegistrationError(f"timeout of {what} must be positive seconds, not {timeout!r}")
+    return float(timeout)
+
+
+def check_concurrency(what: str, concurrency: object) -> int | None:
+    """Return it as it is."""
+    if concurrency is None:
+        return None
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+        raise HandlerRegistrationError(f"concurrency of {what} must be a whole number from 1 up, not {concurrency!r}")
+    return concurrency
+
+
+def check_function(what: str, function: object, argument: str) -> bool:
+    """Return whether it is asynchronous; raise where it cannot be a handler, which takes one `argument`."""
     if not callable(function) or isinstance(function, type):
         raise HandlerRegistrationError(f"the handler of {what} must be a function, not {function!r}")
     plain: Any = function
@@ -142,7 +162,7 @@ def _check_function(what: str, function: object) -> bool:
     if not (inspect.isfunction(plain) or inspect.ismethod(plain) or inspect.isbuiltin(plain)):
         plain = type(plain).__call__
     if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
-        raise HandlerRegistrationError(f"the handler of {what} must return, not yield: {_name(function)}")
+        raise HandlerRegistrationError(f"the handler of {what} must return, not yield: {name_of(function)}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -152,10 +172,11 @@ def _check_function(what: str, function: object) -> bool:
             signature.bind(object())
         except TypeError:
             raise HandlerRegistrationError(
-                f"the handler of {what} must take one argument, the job: {_name(function)}{signature}"
+                f"the handler of {what} must take one argument, {argument}: {name_of(function)}{signature}"
             ) from None
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(plain)
 
 
-def _name(function: object) -> str:
+def name_of(function: object) -> str:
+    """Return where a function comes from, for a person."""
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

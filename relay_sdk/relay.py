@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
 from dispatch_core.codec import check_name
 from dispatch_core.errors import ConfigurationError, HandlerRegistrationError
-from dispatch_core.settings import CoreSettings
-from relay_sdk.metrics import Health, RelayMetrics
+from dispatch_core.ids import new_instance_id
+from dispatch_core.settings import CoreSettings, DurableJobsSettings
+from relay_sdk.chunk_registry import ChunkRegistry
+from relay_sdk.chunk_session import ChunkSession
+from relay_sdk.metrics import Health, RelayMetrics, joint_health
 from relay_sdk.registry import Registry
-from relay_sdk.runner import main, run_relays
+from relay_sdk.runner import Working, main, run_relays
 from relay_sdk.session import Session
 from relay_sdk.settings import RelaySettings
 
@@ -27,6 +30,9 @@ class Relay:
     @relay.handler("GetInvoice", timeout=20, concurrency=50)
     async def get_invoice(job: DispatchJob) -> Reply: ...
 
+    @relay.chunk_handler("import-customers", concurrency=4)
+    async def import_customers(ctx: ChunkContext) -> None: ...
+
     relay.main()                # or: await relay.run()
     """
 
@@ -40,13 +46,15 @@ class Relay:
         pool: Any = None,
         settings: RelaySettings | None = None,
         core: CoreSettings | None = None,
+        durable: DurableJobsSettings | None = None,
         concurrency: int | None = None,
     ) -> None:
         """Take the tenants whose jobs are to be claimed; nothing is opened before `run`.
 
         `dsn` and `listen_dsn` (PostgreSQL directly, where a pooler stands before it) come before `core`, which by
         default is read from ``RELAY_DISPATCH_…``; `settings` by default from ``RELAY_…``; `concurrency` comes before
-        it. `pool`: an asyncpg pool of the caller, used and left open; without any DSN there are then no wake-ups.
+        it; `durable`, which is for chunk handlers alone, from ``DURABLE_…``. `pool`: an asyncpg pool of the caller,
+        used and left open; without any DSN there are then no wake-ups.
 
         Raises: InvalidNameError, ConfigurationError.
         """
@@ -66,9 +74,13 @@ class Relay:
         if concurrency is not None:
             self.settings = RelaySettings.load(**{**self.settings.model_dump(), "concurrency": concurrency})
         self.pool = pool
+        self.durable = durable
         self.metrics = RelayMetrics()
         self._registry = Registry()
+        self._chunks = ChunkRegistry()
+        self._instance_id: str | None = None
         self._session: Session | None = None
+        self._chunk_session: ChunkSession | None = None
 
     # --- handlers ---
 
@@ -94,6 +106,28 @@ class Relay:
 
         return register
 
+    def chunk_handler(
+        self, kind: str, *, timeout: float | None = None, concurrency: int | None = None
+    ) -> Callable[[Function], Function]:
+        """Register the decorated ``async def`` function for chunks of durable jobs of `kind`.
+
+        It takes a `ChunkContext`. What it returns, any JSON value or a `ChunkOutcome`, is the chunk's outcome; it may
+        raise `Retry` or `Reject`; any other error is a failed attempt. An attempt is cancelled after `timeout` seconds.
+        At most `concurrency` of them run at once in this relay. Chunks are claimed of all jobs of the relay's tenants,
+        whatever the relay's id.
+
+        Raises: HandlerRegistrationError, when applied.
+        """
+        if callable(kind):
+            raise HandlerRegistrationError(
+                'write @relay.chunk_handler("kind"): a handler is registered for a kind of job'
+            )
+
+        def register(function: Function) -> Function:
+            return self._chunks.add(kind, function, timeout=timeout, concurrency=concurrency)
+
+        return register
+
     @overload
     def fallback(self, function: Function) -> Function: ...
 
@@ -112,6 +146,16 @@ class Relay:
     def operations(self) -> list[str]:
         """The operations that have a handler."""
         return self._registry.operations
+
+    @property
+    def has_handlers(self) -> bool:
+        """Whether it has a handler for dispatch jobs, or a fallback."""
+        return not self._registry.is_empty
+
+    @property
+    def chunk_kinds(self) -> list[str]:
+        """The kinds of durable jobs that have a handler for their chunks."""
+        return self._chunks.kinds
 
     # --- running ---
 
@@ -141,29 +185,41 @@ class Relay:
 
         Call it in the event loop's thread. Idempotent: yes.
         """
-        if self._session is not None:
-            self._session.stop(grace_seconds)
+        for session in self._sessions:
+            session.stop(grace_seconds)
 
     def health(self) -> Health:
         """Return how it is at this moment."""
-        if self._session is None:
+        if not self._sessions:
             return Health("stopped", None, "stopped", "unknown", 0, 0, 0, None)
-        return self._session.health()
+        return joint_health([session.health() for session in self._sessions])
 
     @property
     def instance_id(self) -> str | None:
         """The id under which it claims; new at every start, None while it does not run."""
-        return None if self._session is None else self._session.instance_id
+        return self._instance_id
 
-    def begin(self) -> Session:
+    def begin(self) -> Sequence[Working]:
         """Make a run of this relay; for `run_relays`."""
-        if self._session is not None:
+        if self._sessions:
             raise ConfigurationError(f"relay {self.relay_id} runs already")
-        if self._registry.is_empty:
+        if self._registry.is_empty and self._chunks.is_empty:
             raise ConfigurationError(f"relay {self.relay_id} has no handler: every job would fail")
-        self._session = Session(self.relay_id, self.tenants, self._registry, self.settings, self.metrics)
-        return self._session
+        # New at every start: a claim of a process that had the same host and pid before is not ours.
+        self._instance_id = instance_id = new_instance_id(self.relay_id)
+        common = (self.settings, self.metrics, instance_id)
+        if not self._registry.is_empty:
+            self._session = Session(self.relay_id, self.tenants, self._registry, *common)
+        if not self._chunks.is_empty:
+            durable = self.durable or DurableJobsSettings.load()
+            self._chunk_session = ChunkSession(self.relay_id, self.tenants, self._chunks, durable, *common)
+        return self._sessions
 
     def ended(self) -> None:
         """Note that its run is over; for `run_relays`."""
-        self._session = None
+        self._session = self._chunk_session = None
+        self._instance_id = None
+
+    @property
+    def _sessions(self) -> list[Session | ChunkSession]:
+        return [session for session in (self._session, self._chunk_session) if session is not None]

@@ -17,16 +17,35 @@ from anyio.abc import TaskGroup
 from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError, RelayDispatchError, SchemaMismatchError
 from dispatch_core.settings import CoreSettings
 from relay_sdk.connections import Connections
-from relay_sdk.session import Session
 from relay_sdk.settings import RelaySettings
 
-__all__ = ["Runnable", "main", "run_relays"]
+__all__ = ["Runnable", "Working", "main", "run_relays"]
 
 logger = logging.getLogger(__name__)
 
 _EXIT_FAILED: Final = 1
 _EXIT_SCHEMA: Final = 4
 _EXIT_UNREACHABLE: Final = 5
+
+
+class Working(Protocol):
+    """What is needed of a run of a relay: of its handlers for jobs (`Session`), or for chunks (`ChunkSession`)."""
+
+    state: Any
+    stop_was_asked: anyio.Event
+    abandoned: int
+
+    @property
+    def patience_seconds(self) -> float: ...
+
+    @property
+    def rooms(self) -> Sequence[str]: ...
+
+    def stop(self, grace_seconds: float | None = None) -> None: ...
+
+    async def subscribe(self, connections: Connections) -> None: ...
+
+    async def run(self, *, drain: bool = False) -> None: ...
 
 
 class Runnable(Protocol):
@@ -36,8 +55,8 @@ class Runnable(Protocol):
     core: CoreSettings
     pool: Any
 
-    def begin(self) -> Session:
-        """Make a run of it."""
+    def begin(self) -> Sequence[Working]:
+        """Make a run of it: one session for each room that it works in."""
         ...
 
     def ended(self) -> None:
@@ -57,7 +76,7 @@ class _Run:
     def __init__(self, relays: Sequence[Runnable], drain: bool) -> None:
         self._relays = relays
         self._drain = drain
-        self._sessions: list[Session] = []
+        self._sessions: list[Working] = []
         self._errors: list[BaseException] = []
         self.done = anyio.Event()
 
@@ -83,16 +102,17 @@ class _Run:
             raise BaseExceptionGroup("several relays failed", self._errors)
 
     async def work(self) -> None:
-        groups: dict[object, list[tuple[Runnable, Session]]] = {}
+        groups: dict[object, list[tuple[Runnable, Working]]] = {}
         begun: list[Runnable] = []
         with anyio.CancelScope(shield=True):
             try:
                 for relay in self._relays:
-                    session = relay.begin()
+                    sessions = relay.begin()
                     begun.append(relay)
-                    self._sessions.append(session)
+                    self._sessions.extend(sessions)
                     pool = None if relay.pool is None else id(relay.pool)
-                    groups.setdefault((pool, relay.core), []).append((relay, session))
+                    group_of = groups.setdefault((pool, relay.core), [])
+                    group_of.extend((relay, session) for session in sessions)
                 async with anyio.create_task_group() as group:
                     for members in groups.values():
                         group.start_soon(self._work_together, members)
@@ -103,13 +123,14 @@ class _Run:
                     relay.ended()
                 self.done.set()
 
-    async def _work_together(self, members: Sequence[tuple[Runnable, Session]]) -> None:
+    async def _work_together(self, members: Sequence[tuple[Runnable, Working]]) -> None:
         """Run relays that share their connections."""
         relay = members[0][0]
-        patience = min(member.settings.patience_seconds for member, _ in members)
         sessions = [session for _, session in members]
+        patience = min(session.patience_seconds for session in sessions)
+        rooms = sorted({room for session in sessions for room in session.rooms})
         try:
-            connections = Connections(relay.core, pool=relay.pool, command_timeout_seconds=patience)
+            connections = Connections(relay.core, pool=relay.pool, command_timeout_seconds=patience, rooms=rooms)
             async with contextlib.AsyncExitStack() as stack, anyio.create_task_group() as group:
                 if not await self._started(connections, sessions, stack, group):
                     return
@@ -127,7 +148,7 @@ class _Run:
     async def _started(
         self,
         connections: Connections,
-        sessions: Sequence[Session],
+        sessions: Sequence[Working],
         stack: contextlib.AsyncExitStack,
         group: TaskGroup,
     ) -> bool:
@@ -149,7 +170,7 @@ class _Run:
             return True
         return False
 
-    async def _run_one(self, session: Session) -> None:
+    async def _run_one(self, session: Working) -> None:
         try:
             await session.run(drain=self._drain)
         except BaseException as error:  # noqa: BLE001  raised by `run_relays`, in the caller's task

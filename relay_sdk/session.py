@@ -21,7 +21,6 @@ import anyio
 
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError
-from dispatch_core.ids import new_instance_id
 from dispatch_core.models import ClaimedJobs, DispatchJob, DispatchStatus, EndedJob
 from relay_sdk.claimer import Claimer
 from relay_sdk.completer import Completer
@@ -51,7 +50,9 @@ _FETCHES: Final = 4
 
 
 class Session:
-    """One run of a relay."""
+    """One run of a relay's handlers for dispatch jobs."""
+
+    rooms: Final = ("dispatch",)
 
     def __init__(
         self,
@@ -60,14 +61,15 @@ class Session:
         registry: Registry,
         settings: RelaySettings,
         metrics: RelayMetrics,
+        instance_id: str,
     ) -> None:
         self._relay_id = relay_id
         self._tenants = tenants
         self._registry = registry
         self._settings = settings
         self._metrics = metrics
-        # New at every start: a claim of a process that had the same host and pid before is not ours.
-        self.instance_id = new_instance_id(relay_id)
+        self.instance_id = instance_id
+        self.patience_seconds: Final = settings.patience_seconds
         self.state: Literal["starting", "ok", "stopping", "stopped"] = "starting"
         self._has_left = False
         self.abandoned = 0

@@ -71,6 +71,22 @@ class RelaySettings(Settings):
         default=60.0, ge=0, le=86400, allow_inf_nan=False, description="the longest pause before any attempt"
     )
 
+    chunk_concurrency: int = Field(
+        default=16, ge=1, le=10_000, description="chunks in hand at once, those whose completion is under way included"
+    )
+    chunk_claim_batch: int = Field(default=100, ge=1, le=10_000, description="chunks in one claim at most")
+    chunk_complete_batch: int = Field(default=100, ge=1, le=10_000, description="chunks in one completion at most")
+    chunk_stop_seconds: float = Field(
+        default=5.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="from telling the handler of a chunk to stop (pause, cancel, lost lease) to cancelling it",
+    )
+    chunk_row_errors: int = Field(
+        default=100_000, ge=1, le=10_000_000, description="row errors that a chunk may have waiting to be stored"
+    )
+
     @property
     def heartbeat_interval_seconds(self) -> float:
         """Return `heartbeat_seconds`, or a third of the lease where it is not set."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, Generic, TypeAlias, TypeVar
 
 import anyio
 
 from dispatch_core.models import Completion, DispatchJob, MalformedJob, PutBack
 from relay_sdk.registry import Handler
 
-__all__ = ["ENDED", "RUNNING", "WAITING", "Cause", "Slot", "Slots"]
+__all__ = ["ENDED", "RUNNING", "WAITING", "Cause", "Held", "Slot", "Slots"]
 
 WAITING: Final = 0
 RUNNING: Final = 1
@@ -81,8 +81,11 @@ class Slot:
         """Whether the statement that wrote its end has rung for it."""
 
 
-class Slots:
-    """All slots of a relay."""
+Of = TypeVar("Of")
+
+
+class Held(Generic[Of]):
+    """All slots of one sort of a relay: of jobs, or of chunks."""
 
     __slots__ = ("_changed", "_held", "_on_free", "capacity")
 
@@ -90,7 +93,7 @@ class Slots:
         self.capacity = capacity
         self._on_free = on_free
         # A dict for its order: the jobs claimed first come first.
-        self._held: dict[Slot, None] = {}
+        self._held: dict[Of, None] = {}
         self._changed: anyio.Event | None = None
 
     @property
@@ -101,19 +104,19 @@ class Slots:
     def __len__(self) -> int:
         return len(self._held)
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[Of]:
         return iter(self._held)
 
-    def __contains__(self, slot: Slot) -> bool:
+    def __contains__(self, slot: Of) -> bool:
         return slot in self._held
 
-    def take(self, slot: Slot) -> None:
+    def take(self, slot: Of) -> None:
         self._held[slot] = None
 
-    def take_all(self, slots: Sequence[Slot]) -> None:
+    def take_all(self, slots: Sequence[Of]) -> None:
         self._held.update(dict.fromkeys(slots))
 
-    def give_all(self, slots: Iterable[Slot]) -> None:
+    def give_all(self, slots: Iterable[Of]) -> None:
         """Free slots, and tell of it once. Idempotent: yes."""
         held = self._held
         before = len(held)
@@ -124,7 +127,7 @@ class Slots:
             if self._changed is not None:
                 self._changed.set()
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: Of) -> None:
         """Free a slot. Idempotent: yes."""
         if slot in self._held:
             del self._held[slot]
@@ -143,3 +146,7 @@ class Slots:
         """Let those who wait in `until` look again."""
         if self._changed is not None:
             self._changed.set()
+
+
+Slots: TypeAlias = Held[Slot]
+"""Those of jobs."""

@@ -105,8 +105,12 @@ SURFACE = {
         "WebhookSink",
     ],
     "relay_sdk": [
+        "ChunkContext",
+        "ChunkOutcome",
+        "ChunkStopped",
         "DispatchJob",
         "Health",
+        "JobLease",
         "Reject",
         "Relay",
         "RelayMetrics",
@@ -114,6 +118,7 @@ SURFACE = {
         "Reply",
         "Retry",
         "Snooze",
+        "StopReason",
         "run_relays",
     ],
 }

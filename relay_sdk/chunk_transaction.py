@@ -1,0 +1,213 @@
+"""`ctx.transaction()`: what a handler writes, and what it says of its chunk, committed together or not at all.
+
+    begin     a connection of the pool; so many at once that the runner always has some left
+    inside    the handler's own rows; checkpoint, row errors, completion join it
+    end       the fence: under the chunk's lock, is the lease still ours? held to the commit
+    commit    the chunk's state in memory follows
+    rollback  and so it does here: what was said of rows inside is forgotten
+
+A lost lease fails the whole of it with `LeaseLostError`. Where the reply to the COMMIT is lost, nobody knows what
+became of it: the error reaches the handler, and the chunk is not completed again (`chunk_ends`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from dispatch_core.database import Connection, mapped_errors, translate
+from dispatch_core.durable_models import ChunkOutcome
+from dispatch_core.durable_repository import DurableRepository
+from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError, RelayDispatchError
+from relay_sdk.chunk_writes import tell_row_errors
+
+if TYPE_CHECKING:
+    from relay_sdk.chunk_context import ChunkContext
+
+__all__ = ["ChunkTransaction"]
+
+_ROLLBACK_SECONDS: Final = 2.0
+
+
+class ChunkTransaction:
+    """An async context manager; it gives the connection, with a transaction open."""
+
+    def __init__(self, context: ChunkContext) -> None:
+        self._context = context
+        self._conn: Connection | None = None
+        self._saved: tuple[Any] | None = None
+        self._renewed_at: float | None = None
+        self._last: bool | None = None
+        self._is_clean = False
+
+    async def __aenter__(self) -> Connection:
+        """Begin.
+
+        Raises: LeaseLostError, DatabaseUnavailableError; ConfigurationError inside another one of this chunk.
+        """
+        context = self._context
+        desk = context.desk
+        context.check()
+        if context.open_transaction is not None:
+            raise ConfigurationError("this chunk has a transaction open already: write in that one")
+        await desk.permits.acquire()
+        try:
+            self._lent = desk.database.connection()
+            conn = await self._lent.__aenter__()
+            try:
+                self._transaction = conn.transaction()
+                with mapped_errors():
+                    await self._transaction.start()
+            except BaseException as error:
+                await self._put_back(error)
+                raise
+        except BaseException:
+            desk.permits.release()
+            raise
+        self._conn = conn
+        self._repository = DurableRepository(conn, desk.settings)
+        slot = context.slot
+        self._before = (len(context.row_errors.items), slot.rows_done, slot.rows_failed)
+        context.open_transaction = self
+        return conn
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        failure: BaseException | None = error
+        try:
+            if error is not None:
+                await self._roll_back()
+            else:
+                try:
+                    await self._take_fence()
+                except BaseException as raised:
+                    failure = raised
+                    await self._roll_back()
+                    raise
+                try:
+                    await self._commit()
+                except BaseException as raised:
+                    failure = raised
+                    raise
+        finally:
+            self._context.open_transaction = None
+            if failure is not None:
+                self._undo()
+            try:
+                await self._put_back(failure)
+            finally:
+                self._context.desk.permits.release()
+
+    def is_on(self, conn: object) -> bool:
+        """Whether this is the transaction that `conn` has open."""
+        return conn is self._conn
+
+    # --- what is said in it ---
+
+    async def checkpoint(self, value: Any) -> None:
+        """Store row errors and the checkpoint in it."""
+        context, desk, slot = self._context, self._context.desk, self._context.slot
+        await self.tell_row_errors()
+        sent_at = time.monotonic()
+        await context.under(
+            self._repository.checkpoint(
+                slot.lease,
+                value,
+                rows_done=slot.rows_done,
+                rows_failed=slot.rows_failed,
+                renew_seconds=desk.settings.lease_seconds,
+            )
+        )
+        self._saved, self._renewed_at = (value,), sent_at
+
+    async def complete(self, outcome: ChunkOutcome) -> None:
+        """Store row errors and the completion in it."""
+        context = self._context
+        await self.tell_row_errors()
+        settled = await context.under(self._repository.complete(context.slot.lease, outcome))
+        self._last = settled.last
+        context.slot.completing = True
+
+    async def tell_row_errors(self) -> None:
+        """Store the row errors that wait, in it."""
+        context = self._context
+        errors = context.row_errors
+        if errors.unsent:
+            await context.under(
+                tell_row_errors(self._repository, context.slot.lease, errors.unsent, context.desk.settings)
+            )
+            errors.were_sent()
+
+    # --- its end ---
+
+    async def _take_fence(self) -> None:
+        context = self._context
+        assert self._conn is not None
+        if self._last is not None:
+            # The chunk is done in here, so its lease is no more; but a statement of the handler may have failed and
+            # been caught, and then COMMIT would roll all of it back without a word.
+            with mapped_errors():
+                await self._conn.execute("select 1")
+            return
+        context.check()
+        if context.row_errors.unsent:
+            await self.tell_row_errors()
+        else:
+            # No row error at all: this only asks for the fence, and takes it.
+            await context.under(self._repository.row_errors_add(context.slot.lease, []))
+
+    async def _commit(self) -> None:
+        context, slot, desk = self._context, self._context.slot, self._context.desk
+        try:
+            with mapped_errors(), anyio.fail_after(desk.patience):
+                await self._transaction.commit()
+        except RelayDispatchError as error:
+            if not isinstance(error, DatabaseUnavailableError):
+                slot.completing = False  # it was refused, say by a deferred constraint
+            raise
+        self._is_clean = True
+        context.row_errors.committed()
+        if self._renewed_at is not None:
+            slot.renewed(self._renewed_at, desk.settings.lease_seconds)
+        if self._saved is not None:
+            context.was_saved(self._saved[0])
+        if self._last is not None:
+            slot.completing = False
+            slot.settled_last = self._last
+        desk.moved(slot)
+
+    async def _roll_back(self) -> None:
+        assert self._conn is not None
+        # Nothing of it can have been committed.
+        self._context.slot.completing = False
+        # Whatever comes of this, the connection is put away by what the driver thinks of it.
+        with contextlib.suppress(Exception), anyio.move_on_after(_ROLLBACK_SECONDS, shield=True):
+            if not self._conn.is_closed():
+                await self._transaction.rollback()
+                self._is_clean = True
+
+    def _undo(self) -> None:
+        mark, rows_done, rows_failed = self._before
+        self._context.row_errors.rolled_back(mark)
+        self._context.slot.rows_done = rows_done
+        self._context.slot.rows_failed = rows_failed
+
+    async def _put_back(self, error: BaseException | None) -> None:
+        """Give the connection back; what broke it is told to the pool, and an error of the handler's is not."""
+        told: BaseException | None = None
+        if error is not None:
+            ours = translate(error) or error
+            if isinstance(ours, DatabaseUnavailableError):
+                told = ours
+            elif not self._is_clean:
+                told = _Interrupted()  # the driver's pool looks at it
+        await self._lent.__aexit__(None if told is None else type(told), told, None)
+
+
+class _Interrupted(Exception):  # noqa: N818  (not an error: it says that a block ended early)
+    pass
