@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias, cast
 from urllib.parse import parse_qsl, urlsplit
 from uuid import UUID
 
@@ -39,6 +39,7 @@ from dispatch_core.errors import (
     TenancyUnboundError,
     UnknownJobError,
 )
+from dispatch_core.hosts import Host, accepted, hosts_of, names_target, ordered
 
 __all__ = ["Connection", "Database", "close_connection", "connect", "mapped_errors", "translate"]
 
@@ -47,6 +48,9 @@ Connection: TypeAlias = asyncpg.Connection
 
 # How long putting a connection away may take before it is cut: these run shielded, so they hold up a cancellation.
 _PUT_AWAY_SECONDS: Final = 2.0
+
+# Of a DSN with several hosts: how long one may be silent before the next is asked beside it.
+_NEXT_HOST_SECONDS: Final = 1.0
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 
@@ -192,15 +196,15 @@ async def connect(
 ) -> Connection:
     """Open one connection that belongs to no pool; close it with `close_connection`.
 
-    Timeouts are seconds.
+    Timeouts are seconds. A DSN may name several hosts: then it is the first that takes writes, unless
+    target_session_attrs says otherwise.
 
     Raises: ConfigurationError for a DSN that is none, DatabaseUnavailableError, DatabaseError (login refused).
     """
     with mapped_errors(connecting=True):
         try:
-            # asyncpg's own timeout is per address; the outer one holds for all of them and for the name lookup.
             with anyio.fail_after(connect_timeout + 0.5):
-                conn = await asyncpg.connect(
+                conn = await _open(
                     dsn,
                     timeout=connect_timeout,
                     command_timeout=command_timeout,
@@ -214,6 +218,81 @@ async def connect(
             raise _unreached(dsn, error) from error
     await _watch_socket(conn)
     return conn
+
+
+async def _open(dsn: str, *, timeout: float, **options: Any) -> Connection:
+    """Connect as the driver does; but of several hosts none, however silent, keeps us from the others (D128)."""
+    hosts = hosts_of(dsn)
+    if not hosts:
+        return await asyncpg.connect(dsn, timeout=timeout, **options)
+    if not names_target(dsn):
+        # The driver's own default takes a standby, which refuses whatever we say.
+        options["target_session_attrs"] = "read-write"
+    found: Connection | None = None
+    fault: Exception | None = None
+    failed: dict[Host, Exception] = {}
+
+    async def ask(host: Host, ended: anyio.Event) -> None:
+        nonlocal found, fault
+        try:
+            conn = await asyncpg.connect(dsn, host=host[0], port=host[1], timeout=timeout, **options)
+        except Exception as error:  # noqa: BLE001  judged here, and raised below
+            failed[host] = error
+            if not isinstance(translate(error, connecting=True), DatabaseUnavailableError):
+                fault = fault or error  # a wrong password, say: another host would hardly like it better
+                group.cancel_scope.cancel()
+            ended.set()
+            return
+        if found is not None or fault is not None:
+            conn.terminate()
+            return
+        found = conn
+        accepted(hosts, host)
+        group.cancel_scope.cancel()
+
+    asked: dict[Host, anyio.Event] = {}
+    try:
+        with anyio.move_on_after(timeout):
+            async with anyio.create_task_group() as group:
+                while not asked or any(not ended.is_set() for ended in asked.values()):
+                    # While one is silent, those that said no are asked again: one of them may be promoted meanwhile.
+                    for host in ordered(hosts):
+                        if host not in asked or asked[host].is_set():
+                            asked[host] = ended = anyio.Event()
+                            group.start_soon(ask, host, ended)
+                            with anyio.move_on_after(_NEXT_HOST_SECONDS):
+                                await ended.wait()
+                    if any(not ended.is_set() for ended in asked.values()):
+                        await anyio.sleep(_NEXT_HOST_SECONDS)
+    except BaseException:
+        if found is not None:
+            found.terminate()
+        raise
+    if found is not None:
+        return found
+    if fault is not None:
+        raise fault
+    raise DatabaseUnavailableError(f"no server that takes writes could be reached: {_why(hosts, failed)}")
+
+
+async def _open_for_pool(dsn: str, *, loop: object, **options: Any) -> Connection:
+    """Connect for a pool of the driver's, which names the event loop too."""
+    del loop  # the one that runs
+    return await _open(dsn, **options)
+
+
+def _why(hosts: tuple[Host, ...], failed: dict[Host, Exception]) -> str:
+    said = []
+    for host in hosts:
+        error = failed.get(host)
+        if error is None or isinstance(error, TimeoutError):
+            why = "did not answer in time"
+        elif isinstance(error, asyncpg.exceptions.TargetServerAttributeNotMatched):
+            why = "is not of the kind that is asked for (read only?)"
+        else:
+            why = _cause(error)
+        said.append(f"{host[0]}:{host[1]} ({why})")
+    return "; ".join(said)
 
 
 _ENCODE: Final = "@ : / ? # in user, password and database must be percent-encoded (%40 %3A %2F %3F %23)"
@@ -243,16 +322,19 @@ def _unusable_dsn(dsn: str, error: Exception) -> ConfigurationError:
 def _unreached(dsn: str, error: OSError | EOFError) -> DatabaseUnavailableError:
     hosts = _hosts(dsn)
     late = isinstance(error, TimeoutError) and error.errno is None
-    number = getattr(error, "errno", None) or 0
-    # The event loop's own text repeats the address; those below zero are of the name lookup.
-    why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
-    how = " in time" if late else f": {why}"
+    how = " in time" if late else f": {_cause(error)}"
     if hosts is None:
         # What stands for the host may be a piece of the password: it is not named.
         return DatabaseUnavailableError(
             f"PostgreSQL could not be reached{how}; the host in the DSN looks wrong: {_ENCODE}"
         )
     return DatabaseUnavailableError(f"PostgreSQL could not be reached{f' at {hosts}' if hosts else ''}{how}")
+
+
+def _cause(error: Exception) -> str:
+    number = getattr(error, "errno", None) or 0
+    # The event loop's own text repeats the address; those below zero are of the name lookup.
+    return os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
 
 
 def _hosts(dsn: str) -> str | None:
@@ -438,18 +520,24 @@ class Database:
             try:
                 pool = asyncpg.create_pool(
                     self._dsn,
-                    min_size=self._min_size,
+                    # The first are opened below. With a floor the driver would have a task of its own, which tries for
+                    # ever to reach it beside all who wait for a connection, and logs a traceback each time.
+                    min_size=0,
                     max_size=self._max_size,
                     statement_cache_size=self._statement_cache_size,
                     timeout=self._connect_timeout,
                     command_timeout=self._command_timeout,
                     server_settings={"application_name": self._application_name},
+                    connect=cast("Any", _open_for_pool),
                     init=_watch_socket,
                     reset=_no_reset,
                 )
+                first: list[_Kept] = []
                 try:
                     with anyio.fail_after(self._connect_timeout + 0.5):
                         await pool
+                        while len(first) < self._min_size:
+                            first.append(_Kept(pool, await pool.acquire(), self._generation))
                 except BaseException:
                     pool.terminate()
                     raise
@@ -457,7 +545,7 @@ class Database:
                 raise _unusable_dsn(self._dsn or "", error) from None
             except (OSError, EOFError) as error:
                 raise _unreached(self._dsn or "", error) from error
-        self._pool = pool
+        self._pool, self._idle, self._places = pool, first, len(first)
         return self
 
     async def __aexit__(

@@ -20,7 +20,7 @@ second connection rings once while this one is idle, which tells a session poole
 **Proof afterwards (C01).** A connection that was dropped without a FIN looks idle. So every `probe_seconds` the session
 is asked whether it still listens, and must answer within `probe_timeout_seconds`: the sum bounds how long deafness can
 last unseen. It is a question and no NOTIFY, because before PostgreSQL 19 every ring wakes every listener of the
-database.
+database. It is also asked whether its server takes writes: where one was made read only, everybody rings elsewhere.
 
 **No subscription, no LISTEN.** For the same reason the channel of our own is left as soon as the proof is over: a
 process that only rings, as a gateway does that waits for no result, is then woken by nobody's rings.
@@ -64,7 +64,8 @@ MAX_CHANNELS: Final = 1000
 _PROBE_SQL: Final = """
 select pg_catalog.pg_backend_pid() as pid,
        $1::text is null
-       or exists (select from pg_catalog.pg_listening_channels() as c (name) where c.name = $1) as listening
+       or exists (select from pg_catalog.pg_listening_channels() as c (name) where c.name = $1) as listening,
+       pg_catalog.current_setting('transaction_read_only')::boolean as read_only
 """
 
 _END_PREDECESSORS_SQL: Final = """
@@ -73,6 +74,10 @@ from pg_catalog.pg_stat_activity as a
 where a.application_name = $1 and a.pid <> pg_catalog.pg_backend_pid()
   and a.usename = session_user and a.datname = pg_catalog.current_database()
 """
+
+
+def _read_only() -> ConnectionLostError:
+    return ConnectionLostError("the server takes no writes, so whoever rings does it elsewhere")
 
 
 class _PoolerFound(Exception):  # noqa: N818  (not an error: an answer)
@@ -327,6 +332,8 @@ class Listener:
             took = time.monotonic() - sent_at
         if row is None or row["pid"] != self.backend_pid or not row["listening"]:
             raise _PoolerFound  # another session answers now
+        if row["read_only"]:
+            raise _read_only()
         self._call(self._round_trip_callbacks, took)
 
     async def _prove(self, conn: ListeningConnection) -> None:
@@ -337,6 +344,8 @@ class Listener:
         with mapped_errors():
             await conn.listen([self._echo.channel], self._on_notification)
             sender = await self._echo.ring(conn)
+        if getattr(conn.get_settings(), "default_transaction_read_only", "off") == "on":
+            raise _read_only()
         self.backend_pid = sender
         if sender == conn.get_server_pid():
             return
