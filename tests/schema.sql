@@ -81,6 +81,11 @@ CREATE FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[]
     AS $$ … $$;
 ALTER FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) OWNER TO relay_api;
 
+CREATE FUNCTION relay.confirm_commit() RETURNS void
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.confirm_commit() OWNER TO relay_api;
+
 CREATE FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) RETURNS bigint
     LANGUAGE plpgsql
     SET enable_indexscan TO 'off'
@@ -2020,6 +2025,8 @@ REVOKE ALL ON FUNCTION relay.claim_turn(p_tenant text, p_relay text) FROM PUBLIC
 
 REVOKE ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.complete(p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[], p_statuses text[], p_response_statuses bigint[], p_response_headers text[], p_response_bodies bytea[], p_error_codes text[], p_error_messages text[], p_notify boolean) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.confirm_commit() FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.drop_jobs(p_tenant text, p_results tid[], p_requests tid[], p_keys tid[]) FROM PUBLIC;
 

@@ -19,6 +19,7 @@ INSIDE_OF_VERBS = {
     "bind_tenant",
     "set_tenant",
     "unbind_tenant",
+    "confirm_commit",
     "ready_jobs",
     "renew_jobs",
     "return_jobs",

@@ -8,6 +8,7 @@
 --   relay.revoke_binding(login, kind, …)
 --   relay.now()                              the clock that every deadline and lease is measured by
 --   relay.session_age()                      how long this session has been connected
+--   relay.confirm_commit()                   for an answer that rests on what an earlier call has written
 --
 -- Functions are owned by relay_api, which owns no table, is not a superuser and has no BYPASSRLS: row security binds them.
 
@@ -71,6 +72,18 @@ language plpgsql
 as $$
 begin
   p_before := relay.set_tenant(p_before);
+end $$;
+
+-- Guarantees: the commit of this transaction waits for all that the commit of one that has written waits for: its log on disk, and on the
+--   synchronous standbys. For verbs that say "it is there already": a statement that was cancelled while it waited for a standby is
+--   committed here and seen here, but perhaps on no standby; and a transaction that has written nothing waits for none.
+-- Locks: none.
+create or replace function relay.confirm_commit() returns void
+language plpgsql
+as $$
+begin
+  -- A transaction id alone would not do: what is waited for is what was logged before the commit.
+  perform pg_logical_emit_message(true, 'relay-dispatch', '');
 end $$;
 
 -- Guarantees: true when the login of this session is bound for *all* relays of the tenant, in one of the kinds.

@@ -5,7 +5,8 @@
 -- made again and finds its own rows.
 
 -- Guarantees: on commit every job of the arrays is stored once, request and queue row together; a job id that is there
---   already is left alone, also when that job has ended since. Returns those ids; '{}' = all are new.
+--   already is left alone, also when that job has ended since. Returns those ids; '{}' = all are new. These are as safe
+--   at the commit as if this call had stored them (relay.confirm_commit).
 --   Each array beside the job ids holds a value per job, or one value, which is for all of them; or it is null, which leaves
 --   headers '{}', an empty body, one attempt, no ttl, no deadline, no delay.
 --   Deadline: the job's expires_at, else the database clock + its ttl. A delay above 0 = not claimable before that. Rings
@@ -183,6 +184,9 @@ begin
     raise exception 'expires_at has passed before the job could be claimed, by the clock of the database'
       using errcode = 'S2021';
   end if;
+  if v_known <> '{}' then
+    perform relay.confirm_commit();
+  end if;
   perform relay.unbind_tenant(v_before);
   return v_known;
 end $$;
@@ -239,6 +243,7 @@ begin
       if v_found.request_digest <> v_digest then
         raise exception 'the idempotency key stands for another request' using errcode = 'S2010';
       end if;
+      perform relay.confirm_commit();
       perform relay.unbind_tenant(v_before);
       return query select v_found.job_id, true;
       return;

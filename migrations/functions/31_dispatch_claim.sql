@@ -289,6 +289,10 @@ begin
       where s.tenant_id = v_tenant and s.job_id = q.job_id limit 1) r
     where q.claim_id = p_claim_id and q.claimed_by = p_claimed_by and q.expires_at > v_now
     order by q.seq, q.job_id;
+    if found then
+      -- Handlers are started for it, and that a claim was made must then be as safe as if this call had made it.
+      perform relay.confirm_commit();
+    end if;
     perform relay.unbind_tenant(v_before);
   end loop;
 end $$;

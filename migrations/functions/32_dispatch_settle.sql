@@ -111,6 +111,8 @@ begin
         select d.status, d.fence = u.fence and d.claimed_by = p_claimed_by and d.status <> 'expired' as mine
         from relay.s2r_relay_dispatch_result d
         where d.tenant_id = v_tenant and d.job_id = u.job_id and d.relay_id = p_relay limit 1) r on true;
+      -- What is 'repeated' must be as safe as what is 'applied'.
+      perform relay.confirm_commit();
     end if;
     v_before := relay.set_tenant(v_before);
   end loop;
