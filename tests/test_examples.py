@@ -24,9 +24,11 @@ from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NUMBERED = sorted(EXAMPLES.glob("0*.py"))
-WITH_DSN = [path for path in NUMBERED if path.stem != "07_outbox_order_service"]
-LINES = {"07_outbox_order_service": 80}  # three programs in one
+NUMBERED = sorted(EXAMPLES.glob("[0-9][0-9]_*.py"))
+ALONE = ("07_outbox_order_service", "10_durable_import")
+"""They start what they need."""
+WITH_DSN = [path for path in NUMBERED if path.stem not in ALONE]
+LINES = dict.fromkeys(ALONE, 90)  # several programs in one
 NEEDED = {"08_outbox_sqlalchemy": "sqlalchemy", "09_outbox_psycopg": "psycopg"}
 """What the packages of the project do not bring along."""
 
@@ -229,6 +231,34 @@ def test_example_07_says_what_it_takes() -> None:
     told = run("--help")
     assert (told.returncode, "--orders N" in told.stdout) == (0, True)
     assert run("--orders", "3").returncode == 2
+
+
+@pytest.mark.invariant("J2")
+@pytest.mark.case("C21")
+async def test_example_10_stores_every_good_row_once_and_tells_of_every_bad_one_though_a_relay_is_killed(
+    database: TestDatabase,
+) -> None:
+    lines = await run_example(
+        database, "10_durable_import.py", "--rows", "5000", "--chunks", "40",
+        RELAY_DISPATCH_TEST_DSN=database.server.admin_dsn,
+    )  # fmt: skip
+    assert lines[-2] == "done: 4950 rows stored, 50 told of, 0 lost, 0 doubled, 0 invented"
+    assert any(re.match("  kill -9 [0-9]+: a relay, after a COMMIT that it never heard of", line) for line in lines)
+    watched = [line.removeprefix("  watch | ") for line in lines if line.startswith("  watch | ")]
+    assert any("chunk_reaped" in line for line in watched)
+    assert re.fullmatch(
+        r"\S+ completed_with_errors in [\d.]+ s: 5,000 of 5,000 rows, 50 of them bad; 40 done", watched[-1]
+    )
+
+
+def test_example_10_says_what_it_takes() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(EXAMPLES / "10_durable_import.py"), *arguments]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+
+    told = run("--help")
+    assert (told.returncode, "--rows N" in told.stdout) == (0, True)
+    assert run("--rows", "30").returncode == 2
 
 
 @pytest.mark.invariant("I8")

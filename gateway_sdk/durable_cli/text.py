@@ -256,15 +256,14 @@ def event_line(event: JobEvent) -> str:
     about = "" if event.seq is None else f"chunk {event.seq:,}"
     if isinstance(seqs, list) and len(seqs) > 1:
         about = f"chunks {', '.join(map(str, seqs[:4]))}" + (f" … ({len(seqs):,})" if len(seqs) > 4 else "")
-    whom = [
-        f"by {event.actor}" if event.actor else "",
-        f"({event.channel})" if event.channel else "",
-        event.holder or "",
-    ]
+    actor = f"by {event.actor}" if event.actor else ""
+    way = f"({event.channel})" if event.channel and event.channel != "reaper" else ""
+    holder = f"held by {event.holder}" if event.holder else ""
+    whom = " ".join(filter(None, (actor, way)))
     rest = ", ".join(f"{name}: {_value(value)}" for name, value in detail.items())
     if event.detail is not None and not isinstance(event.detail, dict):
         rest = compact(event.detail)
-    parts = [moment(event.at, "milliseconds"), f"{event.type!s:<18}", about, " ".join(filter(None, whom)), rest]
+    parts = [moment(event.at, "milliseconds"), f"{event.type!s:<18}", about, holder, whom, rest]
     return printable("  ".join(filter(None, parts)))
 
 

@@ -63,7 +63,7 @@ class _Capture(io.TextIOWrapper):
 
 def environment(**changes: str) -> dict[str, str]:
     """Return our environment without what is set in it for Relay Dispatch, and with `changes`."""
-    prefixes = ("RELAY_", "GATEWAY_", "OUTBOX_")
+    prefixes = ("RELAY_", "GATEWAY_", "OUTBOX_", "DURABLE_")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)} | {"COLUMNS": "200"} | changes
 
 
