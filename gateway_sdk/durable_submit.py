@@ -15,6 +15,7 @@ removes it. An outage that lasts too long abandons nothing, so that the same sub
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Iterator, Mapping
@@ -277,16 +278,23 @@ async def submit_in(conn: Any, job: NewJob, chunks: Chunks, settings: DurableJob
     """Store the job and its chunks in the caller's transaction; see `DurableJobs.submit`."""
     repository = DurableRepository(CallersConnection(conn), settings)
     batches = _Batches(chunks, settings)
+    is_ours = False
     try:
         batch = await batches.next()
-        if not await _insert_job(repository, job) and await repository.jobs(job.tenant, [job.job_id]):
+        is_ours = await _insert_job(repository, job)
+        if not is_ours and await repository.jobs(job.tenant, [job.job_id]):
             return
         stored = 0
         while batch:
             await repository.insert_chunk_texts(job.tenant, job.job_id, batch, from_seq=stored + 1, notify=False)
             stored += len(batch)
             batch = [] if batches.is_over else await batches.next()
-        # Until here it is hidden: who goes on after an error, and commits, has stored nothing that anybody sees.
         await repository.seal(job.tenant, job.job_id, chunks=stored)
+    except Exception:
+        if is_ours:
+            # A caller who goes on, and commits, has submitted nothing: it was never sealed. This is for the sweep.
+            with contextlib.suppress(RelayDispatchError):
+                await repository.abandon(job.tenant, job.job_id)
+        raise
     finally:
         await batches.close()
