@@ -23,7 +23,6 @@ from typing import IO, Any
 
 import anyio
 import anyio.abc
-from anyio.abc import TaskStatus
 from anyio.streams.text import TextReceiveStream
 from kill_each_step import connected
 
@@ -157,8 +156,8 @@ class Programs:
         )
         return done.stdout.decode().strip()
 
-    async def watch(self, job_id: str, *, task_status: TaskStatus[None]) -> None:
-        """Run `relay-dispatch durable watch` as an operator, and print what it says; started when it says something."""
+    async def watch(self, job_id: str) -> None:
+        """Run `relay-dispatch durable watch` as an operator, and print what it says."""
         arguments = ["durable", "watch", job_id, "--interval", "0.5"]
         dsn = self._where.server.operator_dsn(self._where.database)
         async with await anyio.open_process(
@@ -167,14 +166,11 @@ class Programs:
             stderr=self._log,
         ) as process:
             assert process.stdout is not None
-            told, rest = False, ""
+            rest = ""
             async for text in TextReceiveStream(process.stdout):
                 *lines, rest = (rest + text).split("\n")
                 for line in lines:
                     print(f"  watch | {line}", flush=True)
-                    if not told:
-                        told = True
-                        task_status.started()
 
     def complain(self) -> str:
         """Return what the programs said last."""
@@ -208,14 +204,16 @@ async def _play(stack: AsyncExitStack, program: str, where: Stage, log: IO[str])
     try:
         with anyio.fail_after(120):
             await until(admin, BOTH_LISTEN, where.database)
-            # It holds still early, and dies half-way: its lease goes on, what it had committed there it never hears of.
-            gate = wire.hold("COMMIT", "answer", where.chunks // 8)
+            # A transaction takes a fifth of a chunk, and of all of them this relay makes about half.
+            gate = wire.hold("COMMIT", "answer", where.chunks)
             job_id = await programs.submit()
             print(f"relay-dispatch durable watch {job_id}", flush=True)
             async with anyio.create_task_group() as group:
-                await group.start(programs.watch, job_id)
-                await gate.reached.wait()
-                await until(admin, "select count(*) >= $1 from people", len(where.good) // 2)
+                group.start_soon(programs.watch, job_id)
+                with anyio.fail_after(30):
+                    await gate.reached.wait()
+                # Not for longer: then it would give that connection up.
+                await until(admin, "select count(*) >= $1 from people", len(where.good) // 2, seconds=1)
                 await kill(doomed)
                 print(f"  kill -9 {doomed.pid}: a relay, after a COMMIT that it never heard of", flush=True)
     except TimeoutError:
@@ -224,9 +222,10 @@ async def _play(stack: AsyncExitStack, program: str, where: Stage, log: IO[str])
     return await report(admin, where)
 
 
-async def until(admin: Any, question: str, *arguments: object) -> None:
-    """Wait until the answer is yes."""
-    while True:
+async def until(admin: Any, question: str, *arguments: object, seconds: float = 60) -> None:
+    """Wait until the answer is yes, and at most so long."""
+    give_up_at = time.monotonic() + seconds
+    while time.monotonic() < give_up_at:
         if await admin.fetchval(question, *arguments):
             return
         await anyio.sleep(0.01)

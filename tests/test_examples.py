@@ -244,11 +244,8 @@ async def test_example_10_stores_every_good_row_once_and_tells_of_every_bad_one_
     )  # fmt: skip
     assert lines[-2] == "done: 4950 rows stored, 50 told of, 0 lost, 0 doubled, 0 invented"
     assert any(re.match("  kill -9 [0-9]+: a relay, after a COMMIT that it never heard of", line) for line in lines)
-    watched = [line.removeprefix("  watch | ") for line in lines if line.startswith("  watch | ")]
-    assert any("chunk_reaped" in line for line in watched)
-    assert re.fullmatch(
-        r"\S+ completed_with_errors in [\d.]+ s: 5,000 of 5,000 rows, 50 of them bad; 40 done", watched[-1]
-    )
+    watched = [line for line in lines if line.startswith("  watch | ")]
+    assert re.search(r" completed_with_errors in [\d.]+ s: 5,000 of 5,000 rows, 50 of them bad; 40 done$", watched[-1])
 
 
 def test_example_10_says_what_it_takes() -> None:
