@@ -10,7 +10,8 @@
 -- (relay.durable_events is in 72_durable_events.sql.)
 
 -- Guarantees: a row for each of these jobs that there is. p_fresh: where it has not ended, its counters are those of its chunks now and
---   not those of counted_at; that reads all its chunks.
+--   not those of counted_at; that reads all its chunks. Where it has ended they are exact: a job that was cancelled while a
+--   handler's transaction had a chunk locked is counted anew, since what that transaction has said before may commit after.
 -- Errors: S2001, S2002, S2003.
 create or replace function relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean default false)
 returns table (
@@ -49,7 +50,8 @@ begin
            coalesce(sum(c.rows_done), 0)::bigint as rows_done, coalesce(sum(c.rows_failed), 0)::bigint as rows_failed
     from (select k.status, k.rows_total, k.rows_done, k.rows_failed from relay.durable_chunk k
           where k.tenant_id = v_tenant and k.job_id = u.job_id order by k.seq offset 0) c
-    where p_fresh and j.ended_at is null having p_fresh and j.ended_at is null) f on true
+    where case when j.ended_at is null then p_fresh else j.chunks_running > 0 end
+    having case when j.ended_at is null then p_fresh else j.chunks_running > 0 end) f on true
   where j.status not in ('submitting', 'removing')
   order by u.i;
   perform relay.unbind_tenant(v_before);
