@@ -37,6 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--postgres-binaries", type=Path, help="run the tests on the server binaries in this bin directory"
     )
+    parser.addoption(
+        "--long", action="store_true", help="do not cut short what plays many rounds at random, and take new seeds"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
