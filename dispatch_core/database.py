@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import socket
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from uuid import UUID
 import anyio
 import asyncpg
 
+from dispatch_core.backoff import Backoff
 from dispatch_core.errors import (
     ConfigurationError,
     ConnectionLostError,
@@ -185,6 +187,22 @@ def _translate_sqlstate(error: asyncpg.PostgresError, job_id: UUID | None, conne
 # --- one connection -------------------------------------------------------------------------------------------------
 
 
+class _OwnNames(asyncpg.Connection):
+    """A connection whose prepared statements nobody else's can be taken for (D131).
+
+    The driver numbers them, each process from one. Behind a transaction pooler, with the cache on by mistake, another
+    process's statement of that number would be executed in place of ours; with these names it is unknown, an error.
+    """
+
+    _token: str | None = None
+
+    def _get_unique_id(self, prefix: str) -> str:
+        if self._token is None:
+            self._token = secrets.token_hex(4)
+        name: str = super()._get_unique_id(f"{prefix}_{self._token}")  # type: ignore[misc]
+        return name
+
+
 async def connect(
     dsn: str,
     *,
@@ -192,7 +210,7 @@ async def connect(
     command_timeout: float | None = 30.0,
     statement_cache_size: int = 100,
     application_name: str = "relay-dispatch",
-    connection_class: type[Connection] = asyncpg.Connection,
+    connection_class: type[Connection] = _OwnNames,
 ) -> Connection:
     """Open one connection that belongs to no pool; close it with `close_connection`.
 
@@ -389,6 +407,10 @@ _KEPT_SECONDS: Final = 60.0
 # As the driver's pool does with those above its smallest size.
 _IDLE_SECONDS: Final = 300.0
 
+# Between tries to reach a database that could not be reached, by whomever: each caller has a backoff of its own.
+_AWAY_BASE_SECONDS: Final = 0.05
+_AWAY_CAP_SECONDS: Final = 1.0
+
 
 class _Kept:
     """A connection of the driver's pool that is lent, or kept for the next one who asks."""
@@ -493,6 +515,10 @@ class Database:
         """How many connections are lent, kept, or being opened."""
         self._generation = 0
         """How often connections have been retired; those of before are not used again."""
+        self._away = Backoff(_AWAY_BASE_SECONDS, _AWAY_CAP_SECONDS)
+        self._away_until = 0.0
+        self._away_error: RelayDispatchError | None = None
+        """Why it could not be reached when that was tried last; None where it could."""
 
     @classmethod
     def wrap(cls, pool: Any, *, connect_timeout: float = 10.0, command_timeout: float = 30.0) -> Database:
@@ -529,6 +555,7 @@ class Database:
                     command_timeout=self._command_timeout,
                     server_settings={"application_name": self._application_name},
                     connect=cast("Any", _open_for_pool),
+                    connection_class=_OwnNames,
                     init=_watch_socket,
                     reset=_no_reset,
                 )
@@ -537,7 +564,7 @@ class Database:
                     with anyio.fail_after(self._connect_timeout + 0.5):
                         await pool
                         while len(first) < self._min_size:
-                            first.append(_Kept(pool, await pool.acquire(), self._generation))
+                            first.append(_Kept(pool, cast("Connection", await pool.acquire()), self._generation))
                 except BaseException:
                     pool.terminate()
                     raise
@@ -640,11 +667,32 @@ class Database:
             # From before: what retires connections meanwhile means this one too.
             generation = self._generation
             try:
-                return _Kept(pool, await pool.acquire(), generation)
+                return _Kept(pool, await self._acquire(pool), generation)
             except BaseException:
                 self._give_up_place()
                 raise
         raise DatabaseUnavailableError("no connection was free, or could be opened, in time; nothing was sent")
+
+    async def _acquire(self, pool: Any) -> Connection:
+        """Acquire from the driver's pool, unless what that would open was out of reach a moment ago, for anybody."""
+        away = self._away_error
+        if away is not None:
+            if time.monotonic() < self._away_until:
+                raise DatabaseUnavailableError(str(away), sqlstate=getattr(away, "sqlstate", None))
+            # This one tries; those who come meanwhile are told what is known.
+            self._away_until = time.monotonic() + _AWAY_CAP_SECONDS
+        try:
+            conn: Connection = await pool.acquire()
+        except Exception as error:
+            found = translate(error, connecting=True) or error
+            if self._owns_pool and isinstance(found, DatabaseUnavailableError):
+                self._away_error = found
+                self._away_until = time.monotonic() + self._away.next()
+            raise
+        if away is not None:
+            self._away_error = None
+            self._away.reset()
+        return conn
 
     async def _wait_for_place(self) -> _Kept | None:
         """Wait for a connection that somebody gives back, or (None) for leave to open one."""
