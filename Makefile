@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 ARGS ?=
 # Processes that `make test` runs the tests in, each with servers of its own; 0 is none but pytest's, as --pdb needs it.
 WORKERS ?= 3
+# The same for `make test-faults`, whose tests have processes of their own and leave little of two cores.
+FAULT_WORKERS ?= 2
 
 # The peers have an environment of their own, so that what they need cannot clash with what we need. The newest Python,
 # because one of them wants 3.12. Another one: make bench-peers PEERS_PYTHON=/path/to/python3.13
@@ -16,7 +18,7 @@ PEERS_PYTHON ?= $(or $(shell for p in python3.14 python3.13 python3.12; do \
 	if $$p -c '' 2>/dev/null; then echo $$p; break; fi; done),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench bench-peers db clean
+.PHONY: help setup demo test test-faults check format bench bench-peers db clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -28,6 +30,9 @@ demo: $(VENV)/.demo ## gateway and relays on a PostgreSQL of their own, with rea
 
 test: $(VENV)/.dev ## run the tests (make test ARGS='-k fence')
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-faults: $(VENV)/.dev ## run the tests of faults: failover, poolers, shutdown … (ARGS='-k failover')
+	@$(BIN)/python -m pytest -n $(FAULT_WORKERS) tests/faults $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types, layers, settings table
 	$(BIN)/ruff format --check .

@@ -1,14 +1,9 @@
-"""PostgreSQL goes away under load and comes back: nothing accepted is lost, nothing done is done again or called lost.
-
-The audit stands on what the test itself has seen: which enqueues were answered, and the journal that the handlers keep
-past the SDK (`tests.support.fleet`).
-"""
+"""PostgreSQL goes away under load and comes back: nothing accepted is lost, nothing done is repeated or called lost."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,123 +11,25 @@ from uuid import UUID
 
 import anyio
 import anyio.to_thread
-import asyncpg
 import pytest
 
 from dispatch_core.dev.postgres import DevServer
 from dispatch_core.errors import DatabaseUnavailableError
 from dispatch_core.models import DispatchStatus
-from gateway_sdk import GatewayClient, TenantClient
-from relay_sdk import Relay
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.fleet import Journal, relay_process, serve
 from tests.support.gateway import open_client
+from tests.support.load import JOBS_PER_SECOND, Load, answers_by_notify, audit
 from tests.support.proxy import TcpProxy
 from tests.support.relays import new_relay, running
 
-JOBS_PER_SECOND = 200
 LEASE_SECONDS = 5.0
 WRITE_TIMEOUT_SECONDS = 2.0
 RELAY_SETTINGS: dict[str, Any] = {"lease_seconds": LEASE_SECONDS, "poll_seconds": 5.0, "sweep_seconds": 1.0}
 
 # A stop takes a second or two, and an enqueue may wait for a statement that is never answered.
 LATE_SECONDS = 2.0
-
-
-class Load:
-    """A gateway's users: so many enqueues a second, of jobs with one attempt, each tried once by its sender."""
-
-    def __init__(self, acme: TenantClient) -> None:
-        self.acme = acme
-        self.accepted: set[UUID] = set()
-        self.refused: list[DatabaseUnavailableError] = []
-        self.slowest = 0.0
-        self._stopped = anyio.Event()
-        self.ended = anyio.Event()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    async def run(self) -> None:
-        async with anyio.create_task_group() as senders:
-            at = time.monotonic()
-            number = 0
-            while not self._stopped.is_set():
-                senders.start_soon(self._send, ("0", "0.01", "0.05", "0.3")[number % 4])
-                number += 1
-                at += 1 / JOBS_PER_SECOND
-                await anyio.sleep(max(0.0, at - time.monotonic()))
-        self.ended.set()
-
-    async def send_long(self, seconds: float, count: int) -> list[UUID]:
-        job_ids = [await self.acme.enqueue("erp", "Work", body=str(seconds)) for _ in range(count)]
-        self.accepted.update(job_ids)
-        return job_ids
-
-    async def _send(self, seconds: str) -> None:
-        began = time.monotonic()
-        try:
-            self.accepted.add(await self.acme.enqueue("erp", "Work", body=seconds))
-        except DatabaseUnavailableError as error:
-            self.refused.append(error)
-        self.slowest = max(self.slowest, time.monotonic() - began)
-
-
-async def audit(database: TestDatabase, load: Load, journal: Journal) -> None:
-    """I1, I2: every accepted job ended once, started once, and what its handler has ended counts."""
-    admin = await asyncpg.connect(database.admin_dsn)
-    try:
-
-        async def all_ended() -> bool:
-            return not await admin.fetchval("select exists (select from relay.s2r_relay_dispatch_queue)")
-
-        await eventually(all_ended, 20, 0.1, message="the end of every job")
-        rows = await admin.fetch(
-            "select q.job_id, r.status, r.attempt, r.error_code from relay.s2r_relay_dispatch_request q"
-            " left join relay.s2r_relay_dispatch_result r on r.tenant_id = q.tenant_id and r.job_id = q.job_id"
-        )
-    finally:
-        await admin.close()
-    stored = {row["job_id"]: row for row in rows}
-    assert len(stored) == len(rows)
-    assert load.accepted <= stored.keys(), "accepted and lost"
-    assert all(row["status"] is not None for row in rows), "stored and never ended"
-    # An enqueue that was refused may have been stored all the same; its error names the id.
-    assert stored.keys() - load.accepted <= {error.job_id for error in load.refused}
-
-    starts = Counter(entry.job_id for entry in journal.entries("began"))
-    assert max(starts.values()) == 1, "started twice with one attempt"
-    done = {entry.job_id for entry in journal.entries("ended")}
-    lost = {job_id for job_id, row in stored.items() if row["error_code"] == "S2R-LEASE-LOST"}
-    assert not lost & done, "the handler had ended, and the job was called lost"
-    # Every relay lived through it and came back within a lease, so nothing was lost at all.
-    assert Counter(row["status"] for row in rows) == {"succeeded": len(rows)}
-    assert done == stored.keys()
-
-
-async def answers_by_notify(client: GatewayClient, *relays: Relay) -> None:
-    """Hold that wake-ups and results do not come by polling (any more)."""
-    await eventually(
-        lambda: client.health().state == "listening" and all(r.health().listener == "listening" for r in relays),
-        15,
-        message="everybody listening",
-    )
-    acme = client.tenant("acme")
-
-    async def a_round_goes_by_notify() -> bool:
-        pushed, polled = client.health().wakes_by_push, [relay.metrics.wakeups_by_poll for relay in relays]
-        began = time.monotonic()
-        for _ in range(20):
-            assert (await acme.call("erp", "Work", body="0", timeout=10)).status is DispatchStatus.SUCCEEDED
-        return (
-            client.health().wakes_by_push - pushed == 20
-            and [relay.metrics.wakeups_by_poll for relay in relays] == polled
-            and time.monotonic() - began < 5
-        )
-
-    # A process whose pooled connections were cut may lose its first ring.
-    await eventually(a_round_goes_by_notify, 40, message="wake-ups and results by notify")
 
 
 async def refused(call: Callable[[], Awaitable[object]], job_id: UUID | None, within: float) -> None:
@@ -207,7 +104,7 @@ async def test_an_outage_of_30_seconds_under_load_loses_nothing_and_repeats_noth
         assert load.slowest < WRITE_TIMEOUT_SECONDS + LATE_SECONDS
         for job_id in (*during, *after):
             assert (await acme.wait(job_id, timeout=20)).status is DispatchStatus.SUCCEEDED
-        await audit(durable_database, load, journal)
+        await audit(durable_database.admin_dsn, load, journal)
         await answers_by_notify(client, here)
     journal.close()
 
@@ -251,7 +148,7 @@ async def test_connections_that_are_cut_and_stall_under_load_lose_nothing_and_re
             with anyio.fail_after(20):
                 await load.ended.wait()
             assert load.refused == []
-            await audit(database, load, journal)
+            await audit(database.admin_dsn, load, journal)
             await answers_by_notify(client, here)
     journal.close()
 
@@ -307,6 +204,6 @@ async def test_a_crash_under_load_loses_nothing_that_was_accepted_and_repeats_no
         load.stop()
         # Ten seconds are given to an enqueue, and a restart takes less.
         assert load.refused == []
-        await audit(durable_database, load, journal)
+        await audit(durable_database.admin_dsn, load, journal)
         await answers_by_notify(client, here)
     journal.close()

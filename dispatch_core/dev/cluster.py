@@ -145,6 +145,33 @@ class Cluster:
             else:
                 self.own()
 
+    def ensure_follows(self, primary: Cluster, *, port: int | None = None) -> None:
+        """Make this a streaming standby of another server, whatever it was, and start it; `port`: of a way to that one.
+
+        It has the other's passwords, and a port of its own, the same one each time; this process owns it. Its
+        application_name there is the last part of its home.
+        """
+        with self._locked():
+            if self.pid() is not None:
+                self._pg_ctl("stop", "-m", "immediate")
+            shutil.rmtree(self.data, ignore_errors=True)
+            self._files.mkdir(mode=0o700, exist_ok=True)
+            self.account.own(self._files)
+            source = (
+                f"host=127.0.0.1 port={port or primary.port} user=postgres password={primary.password} "
+                f"application_name={self.home.name}"
+            )
+            # Begins at once, not at the primary's next checkpoint; -R leaves a standby.signal and the source behind.
+            copies = ["--checkpoint=fast", "--no-sync", "--wal-method=stream", "--write-recovery-conf"]
+            self._run("pg_basebackup", f"--pgdata={self.data}", f"--dbname={source}", *copies)
+            self._remember(password=primary.password, port=self.state.get("port") or free_port(), keep=False)
+            self._start(another_port=False)
+            self.own()
+
+    def promote(self) -> None:
+        """End a standby's recovery, and wait until it takes writes."""
+        self._pg_ctl("promote")
+
     def start(self) -> None:
         """Start a stopped server on the port it had."""
         with self._locked():
