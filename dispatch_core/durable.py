@@ -365,8 +365,11 @@ class DurableJobStore:
         """Claim a job's next chunk in the way that the setting says (`uses_skip_locked_claims`)."""
         if self.uses_skip_locked_claims():
             return await self.claim_next_chunk_skip_locked(job_id, lease_ttl_seconds=lease_ttl_seconds, holder=holder)
-        while True:
-            found = await self._repository.candidates(self._tenant, [], limit=_CANDIDATES, job_id=job_id)
+        before: list[tuple[UUID, int, int]] = []
+        # Others may have had all of them; but where nothing has changed the job itself is locked, or does not run.
+        while (
+            found := await self._repository.candidates(self._tenant, [], limit=_CANDIDATES, job_id=job_id)
+        ) != before:
             for _, seq, version in found:
                 claimed = await self._repository.claim_chunk(
                     self._tenant,
@@ -379,11 +382,8 @@ class DurableJobStore:
                 )
                 if claimed.chunks:
                     return claimed.chunks[0]
-            job = await self.get_job(job_id) if found else None
-            if job is None or job.status not in (JobStatus.QUEUED, JobStatus.RUNNING):
-                return None
-            # Others had all of them, as they were: there may be more.
-            await anyio.lowlevel.checkpoint()
+            before = found
+        return None
 
     async def claim_chunks(
         self,
