@@ -31,3 +31,13 @@ create index on bare.lean_outbox (id) where claimed_at is null;
 
 -- What a business transaction writes besides.
 create table bare.orders (order_id uuid primary key, tenant_id text not null, lines jsonb not null, created_at timestamptz not null);
+
+-- The twin of the room of durable jobs: the chunks alone. By hand there would be neither job nor timeline in the way.
+create table bare.durable_chunk (like relay.durable_chunk including all);
+do $$
+begin
+  execute (
+    select format('alter table bare.durable_chunk set (%s)', string_agg(option, ', '))
+    from pg_class, unnest(reloptions) as option where oid = 'relay.durable_chunk'::regclass);
+end $$;
+create table bare.durable_event (like relay.durable_event including all);

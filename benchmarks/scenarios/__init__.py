@@ -13,6 +13,10 @@ from benchmarks.scenarios import (
     claim,
     drain,
     drain_two,
+    durable_drain,
+    durable_heartbeat,
+    durable_old_snapshot,
+    durable_reap,
     enqueue,
     fan_in,
     flush,
@@ -53,5 +57,9 @@ SCENARIOS: Final[dict[str, Scenario]] = {
         outbox_drain.SCENARIO,
         outbox_dispatch.SCENARIO,
         outbox_old_snapshot.SCENARIO,
+        durable_drain.SCENARIO,
+        durable_heartbeat.SCENARIO,
+        durable_reap.SCENARIO,
+        durable_old_snapshot.SCENARIO,
     )
 }
