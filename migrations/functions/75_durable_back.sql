@@ -215,7 +215,7 @@ begin
     v_now := clock_timestamp();
     select array_agg(l.row_id), array_agg(l.seq), array_agg(l.attempts), array_agg(l.lease_version), array_agg(l.claimed_by),
            array_agg(case when l.small then l.checkpoint end),
-           array_agg(case when v_job.status not in ('queued', 'running', 'paused') then 'cancelled'
+           array_agg(case when v_job.status not in ('queued', 'running', 'paused', 'needs_review') then 'cancelled'
                           when not v_job.idempotent then 'needs_review'
                           when l.attempts >= v_job.max_attempts then 'failed'
                           else 'retry' end)
