@@ -41,7 +41,7 @@ from dispatch_core.listener import Listener
 from dispatch_core.settings import DurableJobsSettings
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.durable_calls import Calls, Closed
-from gateway_sdk.durable_read import JobEvents
+from gateway_sdk.durable_read import JobEvents, is_within
 from gateway_sdk.durable_submit import Chunks, NewJob, submit, submit_in
 from gateway_sdk.durable_watch import JobWatch, JobWatches
 from gateway_sdk.lanes import StartSoon
@@ -328,7 +328,13 @@ class DurableJobs:
 
         No event is ever skipped, whenever its transaction commits, and who has seen a status finds the event of it.
         """
-        return await self._event_page(_job_id(job_id), after, limit)
+        wanted = _job_id(job_id)
+        page = await self._event_page(wanted, after, limit)
+        if is_within(after) and len(page.events) < limit:
+            # That was the rest of an earlier page. Nobody is to take its end for the end of all.
+            more = await self._event_page(wanted, page.next, limit - len(page.events))
+            page = EventPage(page.events + more.events, more.next)
+        return page
 
     def events(self, job_id: UUID | str, after: str | None = None, *, follow: bool = False) -> JobEvents:
         """Return an async iterator of what has happened behind the cursor `after`.

@@ -9,7 +9,7 @@ from typing import Self
 from dispatch_core.durable_models import EventPage, JobEvent
 from gateway_sdk.durable_watch import Follower, Watcher
 
-__all__ = ["JobEvents"]
+__all__ = ["JobEvents", "is_within"]
 
 
 class JobEvents(Follower):
@@ -70,13 +70,18 @@ class JobEvents(Follower):
             self._events.extend(page.events)
             if not page.events:
                 self.cursor = page.next
-            self._is_due = len(page.events) >= self._limit
+            self._is_due = len(page.events) >= self._limit or is_within(self._after)
         elif self._join is None or self._has_ended:
             self._end()
         else:
             # Before the page is read: so what tells of the end is in it.
             self._has_ended = (await self._news()).status.is_terminal
             self._is_due = True
+
+
+def is_within(cursor: str | None) -> bool:
+    """Tell whether a cursor stands within a page: behind it is the rest of that page, and not what came later."""
+    return cursor is not None and ";" in cursor
 
 
 def _behind(event: JobEvent, after: str | None, upper: str) -> str:
