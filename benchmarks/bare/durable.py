@@ -48,21 +48,29 @@ where ctid = any (array(
 returning seq, payload::text, checkpoint::text, attempts, lease_version
 """
 # $1 tenant, $2 job id, $3 token, $4 numbers, $5 versions, $6 outcome of all
+# LATERAL … LIMIT 1 and then ctids: the join that stays an index probe whatever the statistics say. A plain join with the
+# arrays scans the table from some thousands of chunks on.
 COMPLETE: Final = """
-update bare.durable_chunk c
+update bare.durable_chunk
 set status = 'done', outcome = $6::text::jsonb, lease_expires_at = null, updated_at = now(), ended_at = now()
-from unnest($4::bigint[], $5::bigint[]) as u (seq, version)
-where c.tenant_id = $1 and c.job_id = $2 and c.seq = u.seq and c.lease_token = $3 and c.lease_version = u.version
-  and c.lease_expires_at > now()
+where ctid = any (array(
+  select l.ctid from unnest($4::bigint[], $5::bigint[]) as u (seq, version)
+  cross join lateral (
+    select c.ctid from bare.durable_chunk c
+    where c.tenant_id = $1 and c.job_id = $2 and c.seq = u.seq and c.lease_token = $3 and c.lease_version = u.version
+      and c.lease_expires_at > now() limit 1 for update) l))
 """
 # $1 tenant, $2 job ids, $3 numbers, $4 tokens, $5 versions, $6 lease
 HEARTBEAT: Final = """
-update bare.durable_chunk c
+update bare.durable_chunk
 set lease_expires_at = now() + $6, updated_at = now()
-from unnest($2::uuid[], $3::bigint[], $4::uuid[], $5::bigint[]) as u (job_id, seq, token, version)
-where c.tenant_id = $1 and c.job_id = u.job_id and c.seq = u.seq and c.lease_token = u.token
-  and c.lease_version = u.version and c.lease_expires_at > now()
-returning c.seq
+where ctid = any (array(
+  select l.ctid from unnest($2::uuid[], $3::bigint[], $4::uuid[], $5::bigint[]) as u (job_id, seq, token, version)
+  cross join lateral (
+    select c.ctid from bare.durable_chunk c
+    where c.tenant_id = $1 and c.job_id = u.job_id and c.seq = u.seq and c.lease_token = u.token
+      and c.lease_version = u.version and c.lease_expires_at > now() limit 1 for update) l))
+returning seq
 """
 # $1 tenant, $2 how many
 REAP: Final = """
