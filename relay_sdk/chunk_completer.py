@@ -12,6 +12,7 @@ completion that was applied although its reply was lost is then answered `repeat
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -106,19 +107,22 @@ class ChunkCompleter:
 
     def put(self, slot: ChunkSlot) -> None:
         """Write `slot.end`; `settled` is called when the database has answered."""
-        if self._closed:
-            return  # it stays in hand, and is given back with the others
         end = slot.end
-        if isinstance(end, Done):
-            (self._with_row_errors if end.row_errors else self._completions).put(slot, 0)
-        elif isinstance(end, Failed):
-            self._failures.put(slot, 0)
-        elif isinstance(end, Released):
-            self._releases.put(slot, 0)
-        else:
-            assert isinstance(end, Settled)
+        if isinstance(end, Settled):
             self._was_done(slot, end.last)
             self._settled((slot,))
+            return
+        if isinstance(end, Done):
+            batcher = self._with_row_errors if end.row_errors else self._completions
+        elif isinstance(end, Failed):
+            batcher = self._failures
+        else:
+            assert isinstance(end, Released)
+            batcher = self._releases
+        if not self._closed:
+            with contextlib.suppress(DatabaseUnavailableError):
+                batcher.put(slot, 0)
+        # Closed, it stays in hand, and is given back with the others.
 
     def finish(self, tenant: str, job_id: UUID) -> None:
         """End the job if nothing of it can run any more."""
@@ -126,7 +130,8 @@ class ChunkCompleter:
         if not self._closed and key not in self._finishing:
             # Asked for twice before it is sent, it is sent once; asked for while it is under way, once more.
             self._finishing.add(key)
-            self._finishes.put(key, 0)
+            with contextlib.suppress(DatabaseUnavailableError):  # closed: a sweep ends the job
+                self._finishes.put(key, 0)
 
     @property
     def is_idle(self) -> bool:
