@@ -18,8 +18,7 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from gateway_sdk import GatewayClient
-from gateway_sdk.durable import ChunkSpec
+from gateway_sdk import ChunkSpec, GatewayClient
 from relay_sdk import ChunkContext, Relay
 
 DISPATCH_DSN, WORKER_DSN = map(os.environ.get, ("RELAY_DISPATCH_DSN", "RELAY_WORKER_DSN"))

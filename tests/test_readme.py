@@ -95,7 +95,7 @@ def test_every_link_within_the_project_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
-            assert (ROOT / target).exists(), f"{page} leads to {target}, which is not there"
+            assert ((ROOT / page).parent / target).exists(), f"{page} leads to {target}, which is not there"
 
 
 def test_every_code_is_on_the_page_of_handlers_and_no_other() -> None:
