@@ -4,6 +4,7 @@ server            the session's server; fast, not durable; not for stopping
 template          name of the migrated database with all grants; made when the first test asks for it
 database          a clone of it for this test -> TestDatabase (name, admin_dsn, gateway_dsn, worker_dsn, …)
 bare_database     the same, empty and unmigrated
+is_long, seed     of tests that play at random: whether to play long, and from where
 admin, gateway, worker, operator     an open asyncpg connection to `database` as that login
 durable_server    a second server with durable settings, for tests that stop, crash or restart it
 durable_database  a migrated database there
@@ -14,6 +15,7 @@ Any test may run beside any other, so each has a database, and where it stops a 
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long", action="store_true", help="do not cut short what plays many rounds at random, and take new seeds"
     )
+    parser.addoption("--seed", type=int, help="the seed of what plays at random, where a failed run has printed one")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,6 +59,22 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_encodable, value))
     return value
+
+
+@pytest.fixture
+def is_long(pytestconfig: pytest.Config) -> bool:
+    """Whether --long was given."""
+    return bool(pytestconfig.getoption("--long"))
+
+
+@pytest.fixture
+def seed(pytestconfig: pytest.Config, is_long: bool) -> int:
+    """What a test that plays at random begins with: always the same in the suite, else new; a failed test shows it."""
+    given: int | None = pytestconfig.getoption("--seed")
+    if given is None:
+        given = random.SystemRandom().getrandbits(32) if is_long else 1
+    print(f"seed {given}: again with --seed {given}")
+    return given
 
 
 @pytest.fixture(scope="session")
