@@ -178,7 +178,7 @@ async def test_another_tenant_sees_and_changes_nothing(
 async def test_all_chunks_come_in_order_however_many_pages_they_are(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dispatch_core.durable._PAGE", 4)
+    monkeypatch.setattr("dispatch_core.durable_jobs._PAGE", 4)
     for count in (3, 4, 5, 8):
         job_id = await stores.job(count)
         assert [chunk.seq for chunk in await stores.gateway.get_chunks(job_id)] == list(range(1, count + 1))

@@ -357,7 +357,7 @@ async def test_row_errors_said_again_replace_what_was_said(stores: Stores, admin
 async def test_reaping_takes_all_that_ran_out_in_batches_and_nothing_else(
     stores: Stores, admin: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dispatch_core.durable._REAP_BATCH", 2)
+    monkeypatch.setattr("dispatch_core.durable_leases._REAP_BATCH", 2)
     once = await stores.job(3, idempotent=False)
     often = await stores.job(3)
     for job_id in (once, once, once, often, often):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 from uuid import UUID, uuid4
 
 import anyio
@@ -13,6 +14,7 @@ from dispatch_core import (
     ChunkOutcome,
     ChunkStatus,
     ClaimedChunk,
+    ConnectionLostError,
     Controlled,
     DurableJobsSettings,
     DurableJobStore,
@@ -311,3 +313,71 @@ async def test_without_skip_locked_a_job_that_is_being_decided_about_keeps_nobod
         claimed = await store.claim_next_chunk(job_id)
         assert claimed is not None
         assert claimed.lease.seq == 1
+
+
+# --- replies that are lost --------------------------------------------------------------------------------------------
+
+
+class Forgetful(Database):
+    """Loses the reply of the next statement that has these words in it."""
+
+    words = ""
+    asked = 0
+
+    async def execute(self, sql: str, *args: object) -> list[Any]:
+        rows = await super().execute(sql, *args)
+        if "claim_again" in sql:
+            self.asked += 1
+        if self.words and self.words in sql:
+            self.words = ""
+            raise ConnectionLostError("the connection broke")
+        return rows
+
+
+@pytest.mark.parametrize("way", ["claim_chunk", "claim_next_chunk_skip_locked", "claim_chunks"])
+async def test_the_reply_of_a_claim_that_was_lost_is_asked_for(database: TestDatabase, verbs: Verbs, way: str) -> None:
+    """Without that, a chunk that may not run twice would wait for a person."""
+    job_id = await verbs.job(2, idempotent=False)
+    async with Forgetful(database.worker_dsn) as workers:
+        store = DurableJobStore(workers, TENANT)
+        chunk = await store.get_chunk(job_id, 1)
+        assert chunk is not None
+        workers.words = "relay.durable_claim"
+        if way == "claim_chunk":
+            lease = await store.claim_chunk(chunk)
+        elif way == "claim_chunks":
+            lease = (await store.claim_chunks([durable.KIND])).chunks[0].lease
+        else:
+            claimed = await store.claim_next_chunk_skip_locked(job_id)
+            assert claimed is not None
+            lease = claimed.lease
+        assert workers.asked == 1
+        assert lease is not None
+        assert lease.seq == 1
+        assert await store.heartbeat(lease)
+
+
+async def test_a_claim_that_never_came_is_asked_for_some_times_and_then_not_known(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dispatch_core.durable_claims._ASK_AGAIN_SECONDS", (0.0, 0.001))
+    async with Forgetful(database.worker_dsn) as workers:
+        store = DurableJobStore(workers, TENANT)
+        workers.words = "relay.durable_claim"
+        with pytest.raises(ConnectionLostError):
+            await store.claim_chunks([durable.KIND])
+        assert workers.asked == 2
+
+
+async def test_a_completion_stands_though_its_job_could_not_be_ended(
+    database: TestDatabase, verbs: Verbs, caplog: pytest.LogCaptureFixture
+) -> None:
+    job_id = await verbs.job(1)
+    async with Forgetful(database.worker_dsn) as workers:
+        store = DurableJobStore(workers, TENANT)
+        claimed = await store.claim_next_chunk(job_id)
+        assert claimed is not None
+        workers.words = "relay.durable_finish"
+        settled = await store.complete_chunk(claimed.lease)
+    assert (settled.outcome, settled.last) == (WriteOutcome.APPLIED, True)
+    assert "a sweep will" in caplog.text

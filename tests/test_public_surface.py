@@ -222,7 +222,7 @@ def test_the_store_of_durable_jobs_has_its_methods_with_their_parameters() -> No
         method = getattr(DurableJobStore, verb)
         assert list(inspect.signature(method).parameters)[1:] == names.split(), verb
         assert inspect.iscoroutinefunction(method)
-    public = {name for name in vars(DurableJobStore) if not name.startswith("_")}
+    public = {name for name in dir(DurableJobStore) if not name.startswith("_")}
     assert public == {*STORE, "settings", "holder", "uses_skip_locked_claims"}
 
 
