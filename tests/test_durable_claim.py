@@ -153,6 +153,7 @@ async def test_a_released_chunk_has_its_attempt_back_and_its_checkpoint_still(
     assert (row["attempts"], row["checkpoint"], row["rows_done"], row["claimed_by"]) == (0, '{"at": 5}', 5, None)
 
 
+@pytest.mark.invariant("J4")
 async def test_a_chunk_that_may_not_run_twice_waits_for_a_person_with_the_evidence(
     admin: Connection, gateway: Connection, worker: Connection
 ) -> None:
@@ -229,6 +230,7 @@ async def test_without_skip_locked_claims_the_same_chunks_are_claimed_one_by_one
     assert await worker.fetch("select * from relay.durable_candidates($1, $2, 10)", TENANT, [KIND, "export"]) == []
 
 
+@pytest.mark.invariant("J2")
 async def test_exactly_once_a_lost_lease_rolls_back_what_its_holder_wrote_in_the_same_transaction(
     admin: Connection, gateway: Connection, worker: Connection
 ) -> None:
@@ -255,6 +257,7 @@ async def test_exactly_once_a_lost_lease_rolls_back_what_its_holder_wrote_in_the
     assert await durable.finish(worker, job_id) == [("completed", True)]
 
 
+@pytest.mark.invariant("J5")
 async def test_counters_are_those_of_the_chunks_and_a_tampered_row_is_put_right(
     admin: Connection, gateway: Connection, worker: Connection
 ) -> None:

@@ -31,6 +31,7 @@ async def _read(conn: Connection, job_id: UUID, after: str | None, limit: int = 
     return [row["actor"] for row in rows if row["type"] == "note"], cursor
 
 
+@pytest.mark.invariant("J7")
 async def test_an_event_that_commits_late_is_read_once_though_later_ones_were_read_before(
     database: TestDatabase, gateway: Connection
 ) -> None:
@@ -86,6 +87,7 @@ async def test_pages_end_where_they_began_and_what_came_meanwhile_comes_after(
     assert sorted(seen[5:]) == ["b", "late"]
 
 
+@pytest.mark.invariant("J7")
 async def test_whoever_sees_the_new_status_sees_its_event(database: TestDatabase, gateway: Connection) -> None:
     job_id = await durable.submit(gateway)
     done = anyio.Event()

@@ -21,6 +21,7 @@ from tests.support.protocol import TENANT, Connection, connected
 pytestmark = [pytest.mark.invariant("I3"), pytest.mark.case("C15")]
 
 
+@pytest.mark.invariant("J5")
 async def test_two_last_chunks_that_end_at_the_same_moment_end_the_job_once_and_at_once(
     database: TestDatabase, gateway: Connection, admin: Connection
 ) -> None:
@@ -166,6 +167,7 @@ async def test_a_handlers_long_transaction_does_not_hold_up_a_cancellation_and_c
     assert await durable.counters_are_exact(admin, job_id)
 
 
+@pytest.mark.invariant("J6")
 @pytest.mark.case("C24")
 @pytest.mark.parametrize("moment", ["pending", "claimed", "completing", "done"])
 @pytest.mark.parametrize("action", ["pause", "cancel"])
@@ -239,6 +241,7 @@ async def test_what_a_stopping_relay_gives_back_is_free_for_another_at_once(
         assert await durable.finish(other, job_id) == [("completed", True)]
 
 
+@pytest.mark.invariant("J1")
 async def test_reaper_completer_claimer_and_people_at_once_never_deadlock_and_each_ends_once(
     database: TestDatabase, admin: Connection, gateway: Connection
 ) -> None:

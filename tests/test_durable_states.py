@@ -119,6 +119,7 @@ HOLDERS: dict[Verb, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.invariant("J3")
 @pytest.mark.parametrize("verb", HOLDERS, ids=lambda verb: verb.__name__[1:])
 async def test_a_holders_verb_moves_its_running_chunk_and_nobody_elses_verb_moves_anything(
     stage: Stage, verb: Verb
@@ -145,6 +146,7 @@ async def test_a_holders_verb_moves_its_running_chunk_and_nobody_elses_verb_move
         assert await _row(stage.admin, lease) == before, state
 
 
+@pytest.mark.invariant("J3")
 @pytest.mark.case("C17")
 @pytest.mark.parametrize("verb", HOLDERS, ids=lambda verb: verb.__name__[1:])
 async def test_past_its_lease_a_holder_has_lost_by_every_verb_though_nobody_has_taken_the_chunk_back(
@@ -187,6 +189,7 @@ async def test_a_chunk_is_reaped_from_running_alone_and_once(stage: Stage) -> No
         assert await durable.reap(stage.worker) == []
 
 
+@pytest.mark.invariant("J4")
 async def test_only_resolve_moves_a_chunk_that_waits_for_a_person(stage: Stage) -> None:
     for state in CHUNK_STATES:
         for decision in ("retry", "done", "failed"):

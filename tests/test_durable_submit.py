@@ -71,6 +71,7 @@ async def _seen(gateway: Connection, worker: Connection, job_id: UUID) -> list[A
     ]
 
 
+@pytest.mark.invariant("J1")
 async def test_a_job_in_the_making_is_hidden_from_everything_until_it_is_sealed(
     gateway: Connection, worker: Connection, admin: Connection
 ) -> None:
@@ -134,6 +135,7 @@ async def test_a_job_without_chunks_is_completed_when_it_is_sealed(gateway: Conn
     assert await durable.told(gateway, job_id) == ["submitted", "completed"]
 
 
+@pytest.mark.invariant("J1")
 @pytest.mark.invariant("I8")
 async def test_in_the_callers_transaction_job_and_chunks_commit_together_or_never_were(
     gateway: Connection, worker: Connection, admin: Connection

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 MARKER = "<!-- example: tests/test_readme.py runs this block -->"
 
-INVARIANTS = [*(f"I{n}" for n in range(1, 11)), *(f"O{n}" for n in range(1, 5))]
+INVARIANTS = [*(f"I{n}" for n in range(1, 11)), *(f"O{n}" for n in range(1, 5)), *(f"J{n}" for n in range(1, 8))]
 TEST_ID = re.compile(r"tests/\w+\.py::\w+")
 
 
@@ -33,7 +33,7 @@ def example() -> str:
 
 def guarantees() -> dict[str, list[str]]:
     """Return the tests that the table of promises names, by invariant."""
-    rows = re.findall(r"^\| ([IO]\d+) \|.*\|([^|]*)\|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| ([IJO]\d+) \|.*\|([^|]*)\|$", README, re.MULTILINE)
     return {invariant: TEST_ID.findall(cell) for invariant, cell in rows}
 
 
@@ -89,7 +89,7 @@ def test_the_tests_that_the_readme_names_for_a_promise_exist_and_carry_its_id(in
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/handlers.md"]
+    "page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/handlers.md", "docs/durable.md"]
 )
 def test_every_link_within_the_project_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
