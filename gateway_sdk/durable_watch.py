@@ -259,27 +259,25 @@ class JobWatches:
     async def _serve(self, room: _Room) -> None:
         """Read what is due until nobody has waited for a while."""
         idle = self._calls.settings.tenant_idle_seconds
-        try:
-            while True:
-                now = time.monotonic()
-                jobs = list(room.jobs.values())
-                if jobs:
-                    self._channels.join(room.tenant, partial(self._on_push, room), partial(self._room_due, room))
-                    until = min(min(job.due, job.count_due if job.counts else job.due) for job in jobs)
-                else:
-                    until = room.empty_since + idle
-                if now < until:
-                    with anyio.move_on_after(until - now):
-                        await room.bell.wait()
-                    room.bell = anyio.Event()
-                elif jobs:
-                    await self._read_due(room, jobs, now + _TOGETHER_SECONDS)
-                else:
-                    return
-        finally:
-            if self._rooms.get(room.tenant) is room:
+        while True:
+            now = time.monotonic()
+            jobs = list(room.jobs.values())
+            if jobs:
+                self._channels.join(room.tenant, partial(self._on_push, room), partial(self._room_due, room))
+                until = min(min(job.due, job.count_due if job.counts else job.due) for job in jobs)
+            else:
+                until = room.empty_since + idle
+            if now < until:
+                with anyio.move_on_after(until - now):
+                    await room.bell.wait()
+                room.bell = anyio.Event()
+            elif jobs:
+                await self._read_due(room, jobs, now + _TOGETHER_SECONDS)
+            else:
+                # Not where this fails: the client's failure then ends the waits of every room that there is.
                 del self._rooms[room.tenant]
                 self._channels.leave(room.tenant)
+                return
 
     async def _read_due(self, room: _Room, jobs: Sequence[_Job], now: float) -> None:
         rows = [job for job in jobs if job.due <= now]
