@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
-from itertools import islice
 from typing import Any, Final
 
 from dispatch_core.durable_models import ClaimedChunk
@@ -36,8 +35,8 @@ __all__ = ["ChunkExecutor"]
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE: Final = 16
-"""Handlers started in one turn of the event loop."""
+_SLICE_SECONDS: Final = 0.002
+"""How long handlers are started in one go before others in the event loop have their turn."""
 
 _WEIGHTS: Final = {reason: n for n, reason in enumerate(StopReason)}
 
@@ -92,11 +91,12 @@ class ChunkExecutor:
 
     def _start_next(self, slots: Iterator[ChunkSlot]) -> None:
         try:
-            some = list(islice(slots, _AT_ONCE))
-            for slot in some:
+            slice_ends = time.monotonic() + _SLICE_SECONDS
+            for slot in slots:
                 self._start(slot)
-            if len(some) == _AT_ONCE:
-                self._loop.call_soon(self._start_next, slots)
+                if time.monotonic() > slice_ends:
+                    self._loop.call_soon(self._start_next, slots)
+                    return
         except BaseException as error:  # noqa: BLE001  a fault of ours: `run` raises it
             self._stop_with(error)
 

@@ -200,12 +200,10 @@ class ChunkTransaction:
     async def _put_back(self, error: BaseException | None) -> None:
         """Give the connection back; what broke it is told to the pool, and an error of the handler's is not."""
         told: BaseException | None = None
-        if error is not None:
+        if error is not None and not self._is_clean:
             ours = translate(error) or error
-            if isinstance(ours, DatabaseUnavailableError):
-                told = ours
-            elif not self._is_clean:
-                told = _Interrupted()  # the driver's pool looks at it
+            # Else the driver's pool looks at it.
+            told = ours if isinstance(ours, DatabaseUnavailableError) else _Interrupted()
         await self._lent.__aexit__(None if told is None else type(told), told, None)
 
 

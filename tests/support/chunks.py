@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
@@ -55,8 +56,16 @@ class Work:
     """Durable jobs of one tenant."""
 
     def __init__(self, gateway: Any, tenant: str = TENANT) -> None:
-        self.repository = DurableRepository(gateway)
+        self.repository = repository = DurableRepository(gateway)
         self.tenant = tenant
+        # A test and the handlers in it look at the same time, on one connection.
+        fetch, turn = repository._fetch, asyncio.Lock()
+
+        async def in_turn(sql: str, *args: object) -> list[Any]:
+            async with turn:
+                return await fetch(sql, *args)
+
+        repository._fetch = in_turn
 
     async def submit(
         self, chunks: int | Sequence[Any] = 1, *, kind: str = KIND, params: Any = None, **options: Any
