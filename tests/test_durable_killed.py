@@ -97,6 +97,7 @@ class _Play:
 
 
 @pytest.mark.invariant("I3")
+@pytest.mark.invariant("J2")
 @pytest.mark.case("C15")
 @pytest.mark.case("C18")
 @pytest.mark.timeout(900)
