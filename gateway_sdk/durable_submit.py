@@ -30,7 +30,7 @@ from dispatch_core import durable_input as check
 from dispatch_core.durable_caller import CallersConnection
 from dispatch_core.durable_models import ChunkSpec
 from dispatch_core.durable_repository import DurableRepository
-from dispatch_core.errors import InvalidInputError, JobClosedError, RelayDispatchError
+from dispatch_core.errors import ClientClosedError, InvalidInputError, JobClosedError, RelayDispatchError
 from dispatch_core.settings import DurableJobsSettings
 from gateway_sdk.durable_calls import Calls
 
@@ -150,19 +150,28 @@ class _Batches:
 async def submit(calls: Calls, job: NewJob, chunks: Chunks) -> None:
     """Store the job and its chunks; see `DurableJobs.submit`."""
     batches = _Batches(chunks, calls.durable)
-    with calls.under_way(job.job_id, stands=True):
-        try:
-            first = await batches.next()
-            if batches.is_over:
+    try:
+        with calls.under_way(job.job_id, stands=True):
+            try:
+                await _submit(calls, job, batches)
+            finally:
+                await batches.close()
+    except ClientClosedError as error:
+        # For the wait of a job it is said that the job goes on.
+        text = f"the client was closed while durable job {job.job_id} was submitted; if that was not over, it never was"
+        raise ClientClosedError(text, job_id=job.job_id) from error.__cause__
 
-                async def store(repository: DurableRepository) -> None:
-                    await _store_whole(repository, job, first)
 
-                await calls.repeat(store, calls.settings.write_timeout_seconds, job.job_id, in_transaction=True)
-            else:
-                await _Submission(calls, job).run(first, batches)
-        finally:
-            await batches.close()
+async def _submit(calls: Calls, job: NewJob, batches: _Batches) -> None:
+    first = await batches.next()
+    if not batches.is_over:
+        await _Submission(calls, job).run(first, batches)
+        return
+
+    async def store(repository: DurableRepository) -> None:
+        await _store_whole(repository, job, first)
+
+    await calls.repeat(store, calls.settings.write_timeout_seconds, job.job_id, in_transaction=True)
 
 
 async def _store_whole(repository: DurableRepository, job: NewJob, texts: list[bytes]) -> None:

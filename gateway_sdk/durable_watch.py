@@ -53,9 +53,6 @@ _COUNT_SHARE: Final = 9.0
 _COUNTED_AT_ONCE: Final = 20
 """Jobs whose chunks are counted in one statement."""
 
-_TOGETHER_SECONDS: Final = 0.05
-"""What is due so soon is read with what is due now."""
-
 _SILENCE_SECONDS: Final = 1.0
 """A read that has had no answer for so long, when a wait is to end, means that the database is away."""
 
@@ -131,7 +128,10 @@ class Watcher:
 class _Job:
     """What is known of one job that somebody waits for. Times are of the monotonic clock."""
 
-    __slots__ = ("asked_at", "count_at", "count_due", "due", "error", "job_id", "key", "room", "since", "watchers")
+    __slots__ = (
+        "asked_at", "count_at", "count_due", "due", "error", "interval", "is_wanted", "job_id", "key", "room", "since",
+        "watchers",
+    )  # fmt: skip
 
     def __init__(self, room: _Room, job_id: UUID) -> None:
         self.room = room
@@ -139,8 +139,12 @@ class _Job:
         self.key = job_id.hex
         self.watchers: list[Watcher] = []
         self.since = time.monotonic()
+        self.is_wanted = True
+        """Its row is to be read now."""
         self.due = self.since
-        """When to read its row."""
+        """When to read its row if nothing else happens."""
+        self.interval = 0.0
+        """What was between the last read and that, about."""
         self.count_due = self.since
         """When to count its chunks, if somebody wants that."""
         self.count_at = self.since
@@ -149,6 +153,18 @@ class _Job:
         """Since when a read is on its way, if one is."""
         self.error: RelayDispatchError | None = None
         """Why the last read had no answer."""
+
+    @property
+    def next_at(self) -> float:
+        """When something is to be read of it."""
+        if self.is_wanted:
+            return 0.0
+        return min(self.due, self.next_count_at) if self.counts else self.due
+
+    @property
+    def next_count_at(self) -> float:
+        """When its chunks are to be counted, if somebody wants that."""
+        return max(self.count_due, self.count_at)
 
     @property
     def counts(self) -> bool:
@@ -227,10 +243,10 @@ class JobWatches:
     def _due(self, job: _Job) -> None:
         now = time.monotonic()
         if job.counts:
-            job.count_due = max(now, job.count_at)
+            job.count_due = now
         # Its row tells at once whether it has ended, where its chunks may not be counted yet.
         if job.count_at > now or not all(watcher.counts for watcher in job.watchers):
-            job.due = now
+            job.is_wanted = True
         job.room.bell.set()
 
     def _on_push(self, room: _Room, payload: str) -> None:
@@ -264,7 +280,7 @@ class JobWatches:
             jobs = list(room.jobs.values())
             if jobs:
                 self._channels.join(room.tenant, partial(self._on_push, room), partial(self._room_due, room))
-                until = min(min(job.due, job.count_due if job.counts else job.due) for job in jobs)
+                until = min(job.next_at for job in jobs)
             else:
                 until = room.empty_since + idle
             if now < until:
@@ -272,7 +288,7 @@ class JobWatches:
                     await room.bell.wait()
                 room.bell = anyio.Event()
             elif jobs:
-                await self._read_due(room, jobs, now + _TOGETHER_SECONDS)
+                await self._read_due(room, jobs, now)
             else:
                 # Not where this fails: the client's failure then ends the waits of every room that there is.
                 del self._rooms[room.tenant]
@@ -280,9 +296,19 @@ class JobWatches:
                 return
 
     async def _read_due(self, room: _Room, jobs: Sequence[_Job], now: float) -> None:
-        rows = [job for job in jobs if job.due <= now]
-        counts = [job for job in jobs if job.counts and job.count_due <= now]
+        rows = [job for job in jobs if job.is_wanted]
+        if any(job.due <= now for job in jobs):
+            # A tick is one statement: for all, where nothing else is expected; for those that would be next, where all
+            # are polled and of different ages.
+            is_listening = self._channels.is_listening(room.tenant)
+            rows = [job for job in jobs if job.is_wanted or is_listening or job.due <= now + job.interval / 4]
+        counted = [job for job in jobs if job.counts]
+        counts = []
+        if any(job.next_count_at <= now for job in counted):
+            soon = now + _PROGRESS_SECONDS / 4
+            counts = [job for job in counted if job.count_at <= now and job.count_due <= soon]
         for job in rows:
+            job.is_wanted = False
             self._plan(job)
         for job in counts:
             self._plan_count(job)
@@ -343,6 +369,7 @@ class JobWatches:
             # Half its age, so that a short job is found soon, and a long one is not asked for a hundred times.
             shortest = max(_YOUNG_SECONDS, self._channels.unheard(len(self._rooms)) / _POLLS_A_SECOND)
             interval = min(interval, max(shortest, (now - job.since) / 2))
+        job.interval = interval
         job.due = now + interval * random.uniform(0.8, 1.0)
 
     def _plan_count(self, job: _Job) -> None:

@@ -309,6 +309,32 @@ async def test_two_who_watch_and_all_who_wait_share_the_reads_of_their_tenant(
         assert {progress.status for each in watching for progress in each.seen[-1:]} == {JobStatus.COMPLETED}
 
 
+@pytest.mark.parametrize("is_pushed", [True, False])
+async def test_a_tick_is_one_read_of_all_who_wait(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch, is_pushed: bool
+) -> None:
+    """Where nothing is pushed, jobs of about the same age share their reads: no waiter has a poll of its own."""
+    settings: dict[str, Any] = {"poll_interval_seconds": 0.1}
+    if not is_pushed:
+        settings["max_channels"] = 0
+    async with open_client(database.gateway_dsn, **settings) as client:
+        jobs = client.tenant(TENANT).durable
+        job_ids = [await jobs.submit("import", [n]) for n in range(30)]
+        async with anyio.create_task_group() as group:
+            for job_id in job_ids * 3:
+                group.start_soon(jobs.wait, job_id)
+            if is_pushed:
+                await listening(client)
+            await eventually(lambda: client.runtime.durable.watches.waiting == 30)
+            reads = reads_of(monkeypatch)
+            await eventually(lambda: len(reads) == 6)
+            group.cancel_scope.cancel()
+    # The first may be of those who came while the one before was under way.
+    for ids, is_counted in reads[1:]:
+        assert not is_counted
+        assert sorted(ids) == sorted(job_ids)
+
+
 async def test_chunks_are_counted_every_now_and_then_and_the_end_is_seen_at_once(
     database: TestDatabase, worker: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
