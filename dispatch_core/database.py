@@ -515,6 +515,9 @@ class Database:
         """How many connections are lent, kept, or being opened."""
         self._generation = 0
         """How often connections have been retired; those of before are not used again."""
+        self.opened = 0
+        """How many connections were opened: each may lead to another server than those before, after a failover. Of a
+        pool of the caller's, where that is not seen, how many were lent."""
         self._away = Backoff(_AWAY_BASE_SECONDS, _AWAY_CAP_SECONDS)
         self._away_until = 0.0
         self._away_error: RelayDispatchError | None = None
@@ -556,7 +559,7 @@ class Database:
                     server_settings={"application_name": self._application_name},
                     connect=cast("Any", _open_for_pool),
                     connection_class=_OwnNames,
-                    init=_watch_socket,
+                    init=self._on_opened,
                     reset=_no_reset,
                 )
                 first: list[_Kept] = []
@@ -639,6 +642,10 @@ class Database:
             rows: list[Any] = await conn.fetch(sql, *args, timeout=self._command_timeout)
             return rows
 
+    async def _on_opened(self, conn: Connection) -> None:
+        self.opened += 1
+        await _watch_socket(conn)
+
     # What is below is for `Lent`.
 
     def _take(self) -> _Kept | None:
@@ -689,6 +696,7 @@ class Database:
                 self._away_error = found
                 self._away_until = time.monotonic() + self._away.next()
             raise
+        self.opened += not self._owns_pool
         if away is not None:
             self._away_error = None
             self._away.reset()

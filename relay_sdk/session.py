@@ -32,6 +32,7 @@ from relay_sdk.giveback import give_back
 from relay_sdk.heartbeat import Heartbeat
 from relay_sdk.metrics import Health, RelayMetrics
 from relay_sdk.registry import Registry
+from relay_sdk.reissued import Reissued
 from relay_sdk.settings import RelaySettings
 from relay_sdk.slots import ENDED, RUNNING, Cause, Slots
 from relay_sdk.sweeper import Sweeper
@@ -167,6 +168,7 @@ class Session:
         self._connections = connections
         self._registry.limit_threads(settings.threads)
         self._slots = slots = Slots(settings.concurrency, lambda: self._claimer.slot_was_freed())
+        self._reissued = Reissued(slots, lambda: database.opened)
         ends = Ends(settings, metrics)
         self._fetching = anyio.Semaphore(_FETCHES)
         self._deadlines = Deadlines(slots, lambda slot, cause: self._executor.cancel(slot, cause))
@@ -240,7 +242,7 @@ class Session:
         for job in claimed.expired:
             self._metrics.jobs_expired += 1
             self._connections.doorbell.ring_results(job.tenant_id, job.job_id)
-        self._executor.accept(claimed, sent_at)
+        self._executor.accept(self._reissued.without(claimed, sent_at), sent_at)
 
     async def _fetch_body(self, job: DispatchJob) -> bool:
         assert self._connections is not None
