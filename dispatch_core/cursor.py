@@ -9,8 +9,8 @@ rows that commit late, are released or become due lie below it. Therefore
 * while claims come back full, there is one from zero at least once a second;
 * the second claim of a backlog is from zero as well, where the first took next to no time: so a burst that has exactly
   filled all slots is over after one more claim, and not after one above the cursor and one from zero;
-* none of these where claims from zero are so slow that they would take more than a twentieth of the time. (What they take
-  is the caller's to say: a relay leaves out the way there and back.)
+* none of these where claims from zero are so slow that they would take more than a twentieth of the time. (What one
+  takes is the caller's to say: a relay leaves out the way there and back.)
 
 Two claims may be under way at once, and be answered in another order.
 

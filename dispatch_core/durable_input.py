@@ -97,6 +97,8 @@ def flag(field: str, value: object) -> bool:
 
 def number(field: str, value: object, low: int = -MAX_BIGINT, high: int = MAX_BIGINT) -> int:
     """Return an int within bounds. (The lowest bigint has no opposite, so it is out.)"""
+    if type(value) is int and low <= value <= high:
+        return value
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError(f"{field} must be an int, not {type(value).__name__}")
     if not low <= value <= high:

@@ -23,6 +23,7 @@ from dispatch_core.durable_models import (
 __all__ = ["chunk_of", "claimed_of", "event_of", "job_of", "json_of", "row_error_of", "status_or_none"]
 
 _TYPES: Final = {event.value: event for event in JobEventType}
+_SHARED: Final = ("tenant_id", "job_id", "kind", "idempotent", "max_attempts", "lease_expires_at")
 _COUNTS: Final = [(status, f"chunks_{status}") for status in ChunkStatus]
 
 
@@ -39,25 +40,25 @@ def status_or_none(value: str | None) -> JobStatus | None:
 def claimed_of(rows: Sequence[Any], token: UUID, holder: str, deadline: Callable[[], float]) -> ClaimedChunks:
     """Return what a claim took; `deadline` is the local one of all its leases."""
     until = deadline()
-    params: dict[UUID, Any] = {}
     claimed = ClaimedChunks([], {})
+    first: Any = None
+    params: Any = None
     for row in rows:
-        if row["outcome"] == "waiting":
+        if row["params"] is not None:
+            # What the chunks of a job share may come with the first of them alone, and is read once.
+            params = codec.decode_payload(row["params"])
+            first = tuple(map(row.__getitem__, _SHARED))
+        elif row["outcome"] == "waiting":
             claimed.waiting[row["tenant_id"]] = row["wait"]
             continue
-        job_id = row["job_id"]
-        if row["params"] is not None:  # they come with the first chunk of a job
-            params[job_id] = codec.decode_payload(row["params"])
-        lease = JobLease(
-            row["tenant_id"], job_id, row["seq"], token, row["lease_version"], holder, row["lease_expires_at"], until
-        )
+        tenant, job_id, kind, idempotent, max_attempts, expires_at = first
         claimed.chunks.append(
             ClaimedChunk(
-                lease,
-                row["kind"],
-                params.get(job_id),
-                row["idempotent"],
-                row["max_attempts"],
+                JobLease(tenant, job_id, row["seq"], token, row["lease_version"], holder, expires_at, until),
+                kind,
+                params,
+                idempotent,
+                max_attempts,
                 codec.decode_payload(row["payload"]),
                 json_of(row["checkpoint"]),
                 row["attempts"],

@@ -26,9 +26,16 @@ from dispatch_core.models import WriteOutcome
 
 __all__ = ["WorkingVerbs"]
 
+# What the chunks of a job share comes with the first of them, as its params do: five hundred times the same id and the
+# same moment take longer to read than to claim.
 _CLAIM: Final = (
-    "select outcome, tenant_id, job_id, seq, kind, params, idempotent, max_attempts, payload, checkpoint, attempts,"
-    " lease_version, rows_total, rows_done, rows_failed, lease_expires_at, extract(epoch from wait)::float8 as wait"
+    "select outcome, case when params is not null or outcome = 'waiting' then tenant_id end as tenant_id,"
+    " case when params is not null then job_id end as job_id, seq, case when params is not null then kind end as kind,"
+    " params, case when params is not null then idempotent end as idempotent,"
+    " case when params is not null then max_attempts end as max_attempts, payload, checkpoint, attempts,"
+    " lease_version, rows_total, rows_done, rows_failed,"
+    " case when params is not null then lease_expires_at end as lease_expires_at,"
+    " extract(epoch from wait)::float8 as wait"
     " from relay.durable_claim($1::text[], $2::text[], $3::bigint[], $4::bigint, $5::text, $6::uuid,"
     " $7::interval, $8::bigint)"
 )
@@ -42,10 +49,20 @@ _CLAIM_CHUNK: Final = (
 _CLAIM_AGAIN: Final = "select * from relay.durable_claim_again($1::text[], $2::uuid)"
 _CANDIDATES: Final = "select * from relay.durable_candidates($1::text, $2::text[], $3::bigint, $4::uuid)"
 _TENANTS: Final = "select tenant_id from relay.durable_tenants($1::text[]) order by 1"
-_HEARTBEAT: Final = (
-    "select n, outcome, job_status from relay.durable_heartbeat($1::text[], $2::uuid[], $3::bigint[], $4::uuid[],"
-    " $5::bigint[], $6::interval, $7::bigint[])"
-)
+# An array of one stands for as many of the same ($3 has them all); and one row stands for all that had the same answer.
+_HEARTBEAT: Final = """
+select outcome, job_status, pg_catalog.array_agg(n) as places from relay.durable_heartbeat(
+  case pg_catalog.cardinality($1::text[]) when 1
+    then pg_catalog.array_fill(($1::text[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $1::text[] end,
+  case pg_catalog.cardinality($2::uuid[]) when 1
+    then pg_catalog.array_fill(($2::uuid[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $2::uuid[] end,
+  $3::bigint[],
+  case pg_catalog.cardinality($4::uuid[]) when 1
+    then pg_catalog.array_fill(($4::uuid[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $4::uuid[] end,
+  case pg_catalog.cardinality($5::bigint[]) when 1
+    then pg_catalog.array_fill(($5::bigint[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $5::bigint[] end,
+  $6::interval, $7::bigint[])
+group by outcome, job_status"""
 _CHECKPOINT: Final = (
     "select relay.durable_checkpoint($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint, $6::text::jsonb,"
     " $7::bigint, $8::bigint, $9::interval)::text as value"
@@ -54,10 +71,24 @@ _COMPLETE: Final = (
     "select outcome, last from relay.durable_complete($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint,"
     " $6::text::jsonb, $7::bigint, $8::bigint)"
 )
-_COMPLETE_MANY: Final = (
-    "select n, outcome, last from relay.durable_complete_many($1::text[], $2::uuid[], $3::bigint[], $4::uuid[],"
-    " $5::bigint[], $6::text[], $7::bigint[], $8::bigint[])"
-)
+_COMPLETE_MANY: Final = """
+select outcome, last, pg_catalog.array_agg(n) as places from relay.durable_complete_many(
+  case pg_catalog.cardinality($1::text[]) when 1
+    then pg_catalog.array_fill(($1::text[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $1::text[] end,
+  case pg_catalog.cardinality($2::uuid[]) when 1
+    then pg_catalog.array_fill(($2::uuid[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $2::uuid[] end,
+  $3::bigint[],
+  case pg_catalog.cardinality($4::uuid[]) when 1
+    then pg_catalog.array_fill(($4::uuid[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $4::uuid[] end,
+  case pg_catalog.cardinality($5::bigint[]) when 1
+    then pg_catalog.array_fill(($5::bigint[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $5::bigint[] end,
+  case pg_catalog.cardinality($6::text[]) when 1
+    then pg_catalog.array_fill(($6::text[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $6::text[] end,
+  case pg_catalog.cardinality($7::bigint[]) when 1
+    then pg_catalog.array_fill(($7::bigint[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $7::bigint[] end,
+  case pg_catalog.cardinality($8::bigint[]) when 1
+    then pg_catalog.array_fill(($8::bigint[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $8::bigint[] end)
+group by outcome, last"""
 _FAIL: Final = (
     "select status, last from relay.durable_fail($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint, $6::text,"
     " $7::boolean, $8::interval)"
@@ -199,10 +230,12 @@ class WorkingVerbs(Calls):
             return []
         lease, _ = self._lease(lease_seconds)
         done = None if rows_done is None else [check.count_or_none("an item of rows_done", n) for n in rows_done]
-        rows = await self._fetch(_HEARTBEAT, *_arrays(leases), lease, done)
+        rows = await self._fetch(_HEARTBEAT, *_fences(leases), lease, done)
         found = [Heartbeaten(WriteOutcome.STALE, None)] * len(leases)
         for row in rows:
-            found[row["n"] - 1] = Heartbeaten(WriteOutcome(row["outcome"]), status_or_none(row["job_status"]))
+            answer = Heartbeaten(WriteOutcome(row["outcome"]), status_or_none(row["job_status"]))
+            for place in row["places"]:
+                found[place - 1] = answer
         return found
 
     async def checkpoint(
@@ -249,10 +282,14 @@ class WorkingVerbs(Calls):
         columns = [self._outcome(outcome) for outcome in outcomes]
         texts = [text for text, _, _ in columns]
         done, failed = [rows for _, rows, _ in columns], [rows for _, _, rows in columns]
-        rows = await self._fetch(_COMPLETE_MANY, *_arrays(leases), texts, _any(done), _any(failed))
+        rows = await self._fetch(
+            _COMPLETE_MANY, *_fences(leases), _alike(texts), _alike(_any(done)), _alike(_any(failed))
+        )
         found = [ChunkSettled(WriteOutcome.STALE, False)] * len(leases)
         for row in rows:
-            found[row["n"] - 1] = ChunkSettled(WriteOutcome(row["outcome"]), row["last"])
+            answer = ChunkSettled(WriteOutcome(row["outcome"]), row["last"])
+            for place in row["places"]:
+                found[place - 1] = answer
         return found
 
     async def fail(
@@ -310,7 +347,9 @@ class WorkingVerbs(Calls):
         if not isinstance(outcome, ChunkOutcome):
             raise InvalidInputError(f"outcome must be a ChunkOutcome, not {type(outcome).__name__}")
         return (
-            check.json_text("outcome", outcome.value, self._settings.max_checkpoint_bytes),
+            "null"
+            if outcome.value is None
+            else check.json_text("outcome", outcome.value, self._settings.max_checkpoint_bytes),
             check.count_or_none("rows_done", outcome.rows_done),
             check.count_or_none("rows_failed", outcome.rows_failed),
         )
@@ -328,6 +367,17 @@ def _fence(lease: JobLease) -> tuple[str, UUID, int, UUID, int]:
 
 def _arrays(leases: Sequence[JobLease]) -> list[list[Any]]:
     return [list(column) for column in zip(*map(_fence, leases), strict=True)]
+
+
+def _fences(leases: Sequence[JobLease]) -> list[list[Any] | None]:
+    """Return columns of leases, but for their numbers an array of one where all are alike."""
+    tenants, job_ids, seqs, tokens, versions = _arrays(leases)
+    return [_alike(tenants), _alike(job_ids), seqs, _alike(tokens), _alike(versions)]
+
+
+def _alike(values: list[Any] | None) -> list[Any] | None:
+    """Return an array of one for many of the same, which the statement fills up: the driver looks at every element."""
+    return values[:1] if values and values.count(values[0]) == len(values) else values
 
 
 def _any(values: list[int | None]) -> list[int | None] | None:
