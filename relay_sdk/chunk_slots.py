@@ -132,10 +132,9 @@ class ChunkSlot:
         """Whether the handler has completed the chunk in a transaction whose commit was not seen yet."""
         self.settled_last: bool | None = None
         """Of a chunk that the handler has completed in a transaction that is committed: whether it was the last."""
-        # From the checkpoint on: what a heartbeat told of rows after it is done again with these rows.
-        again = chunk.checkpoint is not None
-        self.rows_done = chunk.rows_done if again else 0
-        self.rows_failed = chunk.rows_failed if again else 0
+        # As the last checkpoint has them.
+        self.rows_done = chunk.rows_done
+        self.rows_failed = chunk.rows_failed
         self.rows_told = chunk.rows_done
         """The last number of rows that the database was told."""
         self.advanced = self.rows_done > 0

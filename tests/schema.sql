@@ -441,6 +441,7 @@ declare
   v_now    timestamptz;
   v_status text;
   v_from   bigint := p_from;
+  v_last   bigint;
   v_count  bigint;
   v_rows   bigint;
 begin
@@ -458,16 +459,19 @@ begin
     raise exception 'the job is % and takes no chunks', v_status using errcode = 'S2042';
   end if;
   v_now := clock_timestamp();
-  if v_from is null then
-    v_from := coalesce((select c.seq + 1 from relay.durable_chunk c
-                        where c.tenant_id = v_tenant and c.job_id = p_job_id order by c.seq desc limit 1), 1);
-  end if;
+  -- Under the job's lock: nobody else adds chunks to it.
+  v_last := coalesce((select c.seq from relay.durable_chunk c
+                      where c.tenant_id = v_tenant and c.job_id = p_job_id order by c.seq desc limit 1), 0);
+  v_from := coalesce(v_from, v_last + 1);
   with stored as (
     insert into relay.durable_chunk (tenant_id, job_id, seq, payload, status, rows_total, created_at, updated_at)
     select v_tenant, p_job_id, v_from + e.n - 1, e.value -> 'payload', 'pending', coalesce((e.value ->> 'rows')::bigint, 0),
            v_now, v_now
     from jsonb_array_elements(p_chunks) with ordinality as e (value, n)
-    on conflict do nothing
+    -- Not by a conflict of keys: that would wait for a handler's transaction that has such a chunk, with the job locked.
+    where v_from + e.n - 1 > v_last
+       or not exists (select from relay.durable_chunk c
+                      where c.tenant_id = v_tenant and c.job_id = p_job_id and c.seq = v_from + e.n - 1)
     returning rows_total)
   select count(*), coalesce(sum(s.rows_total), 0) into v_count, v_rows from stored s;
   if v_count > 0 then
@@ -1587,6 +1591,7 @@ CREATE TABLE relay.durable_chunk (
     outcome jsonb,
     rows_total bigint DEFAULT 0 NOT NULL,
     rows_done bigint DEFAULT 0 NOT NULL,
+    rows_saved bigint DEFAULT 0 NOT NULL,
     rows_failed bigint DEFAULT 0 NOT NULL,
     last_error text,
     created_at timestamp with time zone NOT NULL,

@@ -16,6 +16,7 @@ from dispatch_core.settings import CoreSettings
 from relay_sdk import ChunkContext, StopReason
 from tests.support.chunks import KIND, SELDOM, Work, chunk_relay
 from tests.support.databases import TestDatabase
+from tests.support.durable import run_out
 from tests.support.eventually import eventually
 from tests.support.proxy import TcpProxy
 from tests.support.relays import TENANT, running
@@ -451,3 +452,33 @@ async def test_a_heartbeat_that_fails_is_tried_again_on_a_new_connection(
         assert (await work.end(job_id)).status is JobStatus.COMPLETED
     assert failures == 0
     assert relay.metrics.chunks_lost == 0
+
+
+async def test_rows_that_a_heartbeat_told_are_counted_once_when_they_are_done_again(
+    database: TestDatabase, gateway: Any, admin: Any
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1)
+    relay = chunk_relay(database, durable={"heartbeat_seconds": 0.1})
+    died = asyncio.Event()
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        if ctx.attempt == 1:
+            ctx.advance(3)
+            await ctx.save_checkpoint({"row": 3})
+            ctx.advance(4)
+            heartbeats = relay.metrics.chunk_heartbeats
+            await eventually(lambda: relay.metrics.chunk_heartbeats > heartbeats + 1)
+            assert (await work.chunk(job_id)).rows_done == 7
+            # As where the process was killed: somebody takes it back, by the clock.
+            await run_out(admin)
+            died.set()
+            await asyncio.sleep(60)
+        assert ctx.rows_done == 3
+        ctx.advance(7)
+
+    async with running(relay):
+        job = await work.end(job_id)
+    assert died.is_set()
+    assert job.rows_done == 10

@@ -22,7 +22,7 @@
 
 -- Guarantees: each row has that status; it is in nobody's hands, its lease_version one higher. p_attempts: 'keep' them, 'back'
 --   takes off the one that the claim has counted, 'reset' begins anew. p_available_at: when a retry may start; null = now.
---   p_error null leaves last_error, p_checkpoint null the checkpoint.
+--   p_error null leaves last_error. rows_done is what the checkpoint has, but for what is done.
 create or replace function relay.durable_move(
   p_tenant text, p_at timestamptz, p_rows tid[], p_status text, p_attempts text, p_available_at timestamptz, p_error text)
 returns bigint
@@ -39,6 +39,7 @@ begin
       claimed_at = case when p_status in ('pending', 'retry') then null else c.claimed_at end,
       attempts = case p_attempts when 'back' then greatest(c.attempts - 1, 0) when 'reset' then 0 else c.attempts end,
       available_at = case when p_status = 'retry' then p_available_at end, last_error = coalesce(p_error, c.last_error),
+      rows_done = case when p_status = 'done' then c.rows_done else c.rows_saved end,
       updated_at = p_at, ended_at = case when p_status in ('done', 'failed', 'cancelled') then p_at end
   where c.ctid = any (p_rows) and c.tenant_id = p_tenant;
   get diagnostics v_count = row_count;

@@ -150,7 +150,7 @@ begin
   -- By key: all three columns of it, so no plan takes anything else.
   update relay.durable_chunk c
   set checkpoint = p_checkpoint, rows_done = coalesce(p_rows_done, c.rows_done),
-      rows_failed = coalesce(p_rows_failed, c.rows_failed), updated_at = v_row.at,
+      rows_saved = coalesce(p_rows_done, c.rows_done), rows_failed = coalesce(p_rows_failed, c.rows_failed), updated_at = v_row.at,
       lease_expires_at = coalesce(v_until, c.lease_expires_at)
   where c.tenant_id = v_tenant and c.job_id = p_job_id and c.seq = p_seq;
   perform relay.unbind_tenant(v_before);

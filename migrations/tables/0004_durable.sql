@@ -93,6 +93,8 @@ create table relay.durable_chunk (
   outcome          jsonb,
   rows_total       bigint not null default 0,
   rows_done        bigint not null default 0,
+  -- rows_done as the checkpoint has it: what heartbeats told since is progress, and is done again with those rows.
+  rows_saved       bigint not null default 0,
   rows_failed      bigint not null default 0,
   last_error       text,
   created_at       timestamptz not null,
