@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import UUID, uuid4
@@ -379,3 +380,30 @@ async def test_row_errors_and_chunks_come_a_page_at_a_time_or_one_after_the_othe
         assert [chunk.seq async for chunk in jobs.chunks(job_id)] == list(range(1, 1101))
         assert [chunk.seq async for chunk in jobs.chunks(job_id, status="running")] == [1, 2]
         assert [chunk.seq for chunk in await jobs.chunk_page(job_id, after=1098)] == [1099, 1100]
+
+
+# The verbs as they were promised, with their parameters.
+VERBS = {
+    "submit": "kind chunks params idempotent max_attempts priority created_by job_id conn",
+    "status": "job_id fresh",
+    "pause": "job_id actor note channel",
+    "resume": "job_id actor note channel",
+    "cancel": "job_id actor note channel",
+    "retry_failed": "job_id actor note channel",
+    "resolve": "job_id seq decision actor note channel",
+    "event_page": "job_id after limit",
+    "events": "job_id after follow",
+    "row_error_page": "job_id after limit seq",
+    "row_errors": "job_id seq",
+    "chunk": "job_id seq",
+    "chunk_page": "job_id after limit status",
+    "chunks": "job_id status",
+    "list": "status kind created_by after limit",
+    "wait": "job_id timeout",
+    "watch": "job_id",
+}
+
+
+def test_these_are_the_verbs_of_durable_jobs_with_their_parameters() -> None:
+    found = {name: verb for name, verb in vars(DurableJobs).items() if name[0] != "_" and inspect.isfunction(verb)}
+    assert {name: " ".join(list(inspect.signature(verb).parameters)[1:]) for name, verb in found.items()} == VERBS

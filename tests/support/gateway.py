@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.models import Completion, DispatchJob
-from dispatch_core.settings import CoreSettings, DurableJobsSettings
+from dispatch_core.settings import CoreSettings
 from gateway_sdk import GatewayClient, GatewaySettings
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
@@ -31,7 +31,7 @@ def settings_for(dsn: str | None, **changes: Any) -> GatewaySettings:
 
 @asynccontextmanager
 async def open_client(
-    dsn: str | None, *, pool: Any = None, durable: DurableJobsSettings | None = None, **changes: Any
+    dsn: str | None, *, pool: Any = None, durable: Any = None, **changes: Any
 ) -> AsyncIterator[GatewayClient]:
     """Open a client with settings of the test's; fields of both settings classes are taken by their names."""
     async with GatewayClient(settings=settings_for(dsn, **changes), pool=pool, durable=durable) as client:
