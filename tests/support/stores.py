@@ -71,7 +71,7 @@ async def open_stores(database: TestDatabase, *, tenant: str = TENANT, **setting
 
 async def everything(admin: Connection) -> list[tuple[str, str]]:
     """Read all that the room has stored, to the last column and row version."""
-    found = []
+    found: list[tuple[str, str]] = []
     for table in (JOB, CHUNK, ROW_ERROR, EVENT):
         rows = await admin.fetch(f"select t.ctid::text || t.xmin::text || t::text as row from {table} t order by 1")
         found.extend((table, row["row"]) for row in rows)
