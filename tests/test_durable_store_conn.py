@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, cast
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -15,6 +16,7 @@ from dispatch_core import (
     ChunkOutcome,
     ChunkStatus,
     DurableJobStore,
+    DurableRepository,
     InvalidInputError,
     JobLease,
     JobStatus,
@@ -364,6 +366,30 @@ async def test_a_store_on_a_borrowed_pool_relies_on_nothing_of_its_connections(d
         job = await gateway.get_job(job_id, fresh=True)
         assert job is not None
         assert (job.params, job.chunks[ChunkStatus.FAILED]) == (MARK, 1)
+
+
+async def test_the_verbs_of_many_on_a_borrowed_pool_rely_on_nothing_of_its_connections(database: TestDatabase) -> None:
+    async with borrowed(database.gateway_dsn) as gateways, borrowed(database.worker_dsn) as workers:
+        gateway, worker = DurableRepository(gateways), DurableRepository(workers)
+        await gateway.insert_job(TENANT, job_id := uuid4(), durable.KIND, MARK)
+        await gateway.insert_chunks(TENANT, job_id, [1, 2, 3])
+        token = uuid4()
+        claimed = await worker.claim([TENANT], [durable.KIND], limit=2, limits=[2], holder="me", token=token)
+        leases = [chunk.lease for chunk in claimed.chunks]
+        for done in (None, [None, None], [1, None]):
+            assert [beat.outcome for beat in await worker.heartbeat(leases, rows_done=done)] == ["applied"] * 2
+        again = await worker.claim_again([TENANT], token, holder="me", local_deadline=0)
+        assert [chunk.rows_done for chunk in again.chunks] == [1, 0]
+        assert await worker.candidates(TENANT, [durable.KIND], limit=9) == [(job_id, 3, 0)]
+        outcomes = [ChunkOutcome(MARK, rows_failed=2), None]
+        assert [settled.outcome for settled in await worker.complete_many(leases, outcomes)] == ["applied"] * 2
+        assert await worker.run_sweeps("me", lease=False, finish=False) == []
+        assert await worker.run_sweeps("me") == []
+        assert await worker.tenants([durable.KIND]) == [TENANT]
+        assert await worker.finish(TENANT, [job_id]) == [(job_id, JobStatus.RUNNING, False)]
+        chunks = await gateway.chunks(TENANT, job_id, seqs=[3, 1])
+        assert [(chunk.seq, chunk.outcome, chunk.rows_failed) for chunk in chunks] == [(1, MARK, 2), (3, None, 0)]
+        assert (await gateway.control(TENANT, job_id, "pause", note="ü")).outcome == "applied"
 
 
 async def test_a_store_on_a_connection_joins_its_transaction(database: TestDatabase, admin: Connection) -> None:
