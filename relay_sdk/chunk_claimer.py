@@ -123,6 +123,11 @@ class ChunkClaimer:
         """Whether everything was looked at and there is no reason to claim now."""
         return self._has_polled and self._wants.is_quiet and not self.lost and self._under_way is None
 
+    @property
+    def is_claiming(self) -> bool:
+        """Whether the database may have given this relay chunks of which it does not know yet."""
+        return self._under_way is not None or bool(self.lost)
+
     # --- the loop ---
 
     def stop(self) -> None:

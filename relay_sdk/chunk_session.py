@@ -86,6 +86,9 @@ class ChunkSession:
         self._error: BaseException | None = None
         self._connections: Connections | None = None
         self._slots: ChunkSlots | None = None
+        self._rung: set[UUID] = set()
+        """Jobs whose status has changed since the claim that is under way was sent."""
+        self._missed_rings = False
 
     # --- from outside ---
 
@@ -274,6 +277,8 @@ class ChunkSession:
                 else:
                     # Paused or cancelled; or resumed, and then a ring without ids comes with it.
                     self._heartbeat.ask(changed)
+                    if self._claimer.is_claiming:
+                        self._rung.update(changed)
                     return
             self._claimer.ring(tenant)
 
@@ -284,14 +289,22 @@ class ChunkSession:
         self._claimer.ring_all()
         # What was paused or cancelled meanwhile has rung for nobody.
         self._heartbeat.ask({slot.lease.job_id for slot in self._slots})
+        self._missed_rings = self._claimer.is_claiming
 
     def _deliver(self, chunks: Sequence[ClaimedChunk]) -> None:
-        if not chunks:
-            return
-        self._executor.accept(chunks, self._durable.lease_seconds)
-        self._heartbeat.expect()
-        for tenant, job_id in {(chunk.lease.tenant_id, chunk.lease.job_id) for chunk in chunks}:
-            self._progress.moved(tenant, job_id)
+        if chunks:
+            self._executor.accept(chunks, self._durable.lease_seconds)
+            self._heartbeat.expect()
+            jobs = {(chunk.lease.tenant_id, chunk.lease.job_id) for chunk in chunks}
+            for tenant, job_id in jobs:
+                self._progress.moved(tenant, job_id)
+            # Decided about between their claim and its reply: that ring found none of their chunks in hand.
+            changed = {job_id for _, job_id in jobs if self._missed_rings or job_id in self._rung}
+            if changed:
+                self._heartbeat.ask(changed)
+        if not self._claimer.is_claiming:
+            self._rung.clear()
+            self._missed_rings = False
 
     def _slot_moved(self, slot: ChunkSlot) -> None:
         self._progress.moved(slot.lease.tenant_id, slot.lease.job_id)
