@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import subprocess
+import sys
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -376,6 +377,31 @@ async def _listens(anybody: Connection) -> bool:
     return found
 
 
+async def test_watch_goes_on_when_its_sessions_were_cut(
+    gateway: Connection, worker: Connection, admin: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["gateway_sdk.durable_cli.watch"], "AGAIN_SECONDS", 0.01)
+    job_id = await sql.submit(gateway)
+    (lease,) = await sql.claim(worker)
+    ended: list[Ended] = []
+    async with anyio.create_task_group() as group:
+
+        async def watch() -> None:
+            ended.append(await durable("watch", job_id, "--interval", 0.2))
+
+        group.start_soon(watch)
+        await eventually(lambda: _listens(gateway), message="the watch listens")
+        await admin.fetch(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and application_name like 'relay-dispatch durable%'"
+        )
+        await eventually(lambda: _listens(gateway), message="the watch listens again")
+        await sql.complete(worker, lease)
+        await sql.finish(worker, job_id)
+    assert ended[0].code == 0
+    assert "completed  100.0%" in ended[0].out
+
+
 async def test_watch_elsewhere_than_at_a_terminal_is_a_line_for_each_change(
     gateway: Connection, worker: Connection
 ) -> None:
@@ -449,6 +475,10 @@ async def test_at_a_terminal_cancel_asks_and_watch_is_a_bar(
     assert code == 1
     for text in ("import", "running", "━", "25.0%", "10 of 40 rows; chunks: 1 done, 3 pending"):
         assert text in shown, text
+    await sql.control(gateway, job_id, "cancel")
+    code, shown = await anyio.to_thread.run_sync(lambda: at_a_terminal(database, "watch", job_id, stdout=True))
+    assert code == 1
+    assert "cancelled in" in shown.splitlines()[-1]
 
 
 # --- who may, and with what -------------------------------------------------------------------------------------------

@@ -108,10 +108,12 @@ class Room:
 
 
 @asynccontextmanager
-async def room_at(dsn: str, tenants: Sequence[str] | None) -> AsyncIterator[Room]:
-    """Lend the verbs on one connection."""
-    # To read millions may take its time; a person can stop it.
-    conn = await connect(dsn, command_timeout=None, application_name="relay-dispatch durable")
+async def room_at(
+    dsn: str, tenants: Sequence[str] | None, *, command_timeout: float | None = None
+) -> AsyncIterator[Room]:
+    """Lend the verbs on one connection; `command_timeout` seconds for each."""
+    # Without one: to read millions may take its time, and a person can stop it.
+    conn = await connect(dsn, command_timeout=command_timeout, application_name="relay-dispatch durable")
     try:
         await check_schema(conn, rooms=["durable"])
         yield Room(DurableRepository(conn), DurableHealth(conn), tenants)

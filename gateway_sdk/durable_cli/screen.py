@@ -90,6 +90,7 @@ class _Bar(Screen):
         self._console = Console(file=sys.stdout, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._pace = _Pace()
+        self._end = Text()
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -99,6 +100,8 @@ class _Bar(Screen):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._live.stop()
+        if self._end:
+            self._console.print(self._end)
 
     def show(self, job: DurableJob) -> None:
         progress = job.progress
@@ -117,7 +120,7 @@ class _Bar(Screen):
         below = "; ".join(filter(None, (rows_text(progress), f"chunks: {chunks_text(progress)}")))
         self._live.update(Group(line, Text(f"  {below}", "dim")), refresh=True)
         if is_over(job):
-            self._console.print(Text(last_line(job), style))
+            self._end = Text(last_line(job), style)
 
     def tell(self, event: JobEvent) -> None:
         self._console.print(Text(_after_date(event_line(event)), "yellow"))

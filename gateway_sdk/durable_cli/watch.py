@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Annotated, Final
 from uuid import UUID
@@ -14,13 +15,14 @@ from dispatch_core.cli.common import (
     DsnOption,
     Output,
     OutputOption,
+    foreseen_in,
     note,
     resolve_dsn,
     resolve_listen_dsn,
     run_async,
 )
 from dispatch_core.durable_models import ChunkStatus, DurableJob, JobStatus
-from dispatch_core.errors import TenancyError
+from dispatch_core.errors import DatabaseUnavailableError, TenancyError
 from dispatch_core.listener import Listener
 from gateway_sdk.cli_words import amount
 from gateway_sdk.durable_cli.common import JobArgument, LinesOption, Room, TenantsOption, format_of, room_at
@@ -31,6 +33,10 @@ __all__ = ["watch"]
 
 LEAST_SECONDS: Final = 0.2
 """Between two looks, however often somebody rings: each counts the chunks."""
+SHARE: Final = 9.0
+"""Times as long as a look takes: so that with a million chunks it is no more than a tenth of the time."""
+STATEMENT_SECONDS: Final = 60.0
+AGAIN_SECONDS: Final = 1.0
 PAGE: Final = 1000
 
 NOTABLE: Final = frozenset({
@@ -64,7 +70,8 @@ def watch(
     At a terminal it is a bar, with what is worth telling above it: chunks that
     failed, were tried again or taken back from a relay that is gone, and what
     people did. Elsewhere it is a line whenever something has changed; with
-    --json a document a line. A job that is paused is watched on.
+    --json a document a line. A job that is paused is watched on, and so is one
+    whose database restarts meanwhile.
 
     Exit code 0 where it has completed without errors; 1 where it ended with
     errors, failed, was cancelled, waits for a person, or has not ended before
@@ -104,21 +111,72 @@ async def _watch(
     screen: Screen,
 ) -> DurableJob | None:
     """Watch; return the job as it was when there was nothing more to wait for, None past the timeout."""
-    async with room_at(dsn, tenants) as room:
-        tenant = await room.require(job_id)
-        with anyio.move_on_after(timeout), screen:
-            async with anyio.create_task_group() as group:
-                bell = _Bell(job_id)
-                channel = await _channel(room, tenant)
-                listener = Listener(listen_dsn, name="watch", application_name="relay-dispatch durable", max_channels=1)
-                listener.on_catch_up(bell.wake)
-                await group.start(listener.run)
-                if channel is not None:
-                    await listener.subscribe(channel, bell.rung)
-                ended = await _until_over(room, tenant, job_id, interval, bell, screen)
-                group.cancel_scope.cancel()
-                return ended
+    look = _Look(job_id, interval, screen)
+    with anyio.move_on_after(timeout), screen:
+        while True:
+            try:
+                async with room_at(dsn, tenants, command_timeout=STATEMENT_SECONDS) as room:
+                    return await look.on(room, listen_dsn)
+            except Exception as error:
+                foreseen = foreseen_in(error)
+                # A restart or a failover is no end of the job; but what was never there is not waited for.
+                if not look.has_begun or not isinstance(foreseen, DatabaseUnavailableError):
+                    raise
+                note(f"the database does not answer, to be tried again: {foreseen}")
+                await anyio.sleep(AGAIN_SECONDS)
     return None
+
+
+class _Look:
+    """What is known of the job so far; it outlives a connection."""
+
+    def __init__(self, job_id: UUID, interval: float, screen: Screen) -> None:
+        self.has_begun = False
+        self._job_id = job_id
+        self._interval = interval
+        self._screen = screen
+        self._cursor: str | None = None
+
+    async def on(self, room: Room, listen_dsn: str) -> DurableJob:
+        """Look on by this connection until nothing more comes of the job."""
+        tenant = await room.require(self._job_id)
+        self.has_begun = True
+        channel = await _channel(room, tenant)
+        bell = _Bell(self._job_id)
+        async with anyio.create_task_group() as group:
+            listener = Listener(listen_dsn, name="watch", application_name="relay-dispatch durable", max_channels=1)
+            listener.on_catch_up(bell.wake)
+            await group.start(listener.run)
+            if channel is not None:
+                await listener.subscribe(channel, bell.rung)
+            job = await self._until_over(room, tenant, bell)
+            group.cancel_scope.cancel()
+        return job
+
+    async def _until_over(self, room: Room, tenant: str, bell: _Bell) -> DurableJob:
+        if self._cursor is None:
+            await self._read_events(room, tenant, show=False)
+        while True:
+            began = time.monotonic()
+            job = await room.job(tenant, self._job_id)
+            # Behind the job: the event of what it shows has committed with it.
+            await self._read_events(room, tenant, show=True)
+            self._screen.show(job)
+            if is_over(job):
+                return job
+            pause = max(LEAST_SECONDS, SHARE * (time.monotonic() - began))
+            await anyio.sleep(pause)
+            await bell.wait(max(self._interval - pause, 0))
+
+    async def _read_events(self, room: Room, tenant: str, *, show: bool) -> None:
+        while True:
+            page = await room.verbs.events(tenant, self._job_id, after=self._cursor, limit=PAGE)
+            for event in page.events:
+                if show and event.type in NOTABLE:
+                    self._screen.tell(event)
+            self._cursor = page.next
+            if len(page.events) < PAGE:
+                return
 
 
 class _Bell:
@@ -147,38 +205,3 @@ async def _channel(room: Room, tenant: str) -> str | None:
         return await room.verbs.channel("durable_watch", tenant)
     except TenancyError:  # a worker's login is told of work, and not of progress
         return None
-
-
-async def _until_over(
-    room: Room, tenant: str, job_id: UUID, interval: float, bell: _Bell, screen: Screen
-) -> DurableJob:
-    cursor = await _end_of_timeline(room, tenant, job_id)
-    while True:
-        job = await room.job(tenant, job_id)
-        # Behind the job: the event of what it shows has committed with it.
-        cursor = await _tell_events(room, tenant, job_id, cursor, screen)
-        screen.show(job)
-        if is_over(job):
-            return job
-        await anyio.sleep(LEAST_SECONDS)
-        await bell.wait(interval - LEAST_SECONDS)
-
-
-async def _end_of_timeline(room: Room, tenant: str, job_id: UUID) -> str | None:
-    cursor: str | None = None
-    while True:
-        page = await room.verbs.events(tenant, job_id, after=cursor, limit=PAGE)
-        cursor = page.next
-        if len(page.events) < PAGE:
-            return cursor
-
-
-async def _tell_events(room: Room, tenant: str, job_id: UUID, cursor: str | None, screen: Screen) -> str:
-    while True:
-        page = await room.verbs.events(tenant, job_id, after=cursor, limit=PAGE)
-        for event in page.events:
-            if event.type in NOTABLE:
-                screen.tell(event)
-        cursor = page.next
-        if len(page.events) < PAGE:
-            return cursor
