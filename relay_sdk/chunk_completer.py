@@ -119,10 +119,11 @@ class ChunkCompleter:
         else:
             assert isinstance(end, Released)
             batcher = self._releases
-        if not self._closed:
-            with contextlib.suppress(DatabaseUnavailableError):
+        try:
+            if not self._closed:
                 batcher.put(slot, 0)
-        # Closed, it stays in hand, and is given back with the others.
+        except DatabaseUnavailableError:
+            pass  # closed: it stays in hand, and is given back with the others
 
     def finish(self, tenant: str, job_id: UUID) -> None:
         """End the job if nothing of it can run any more."""
@@ -196,6 +197,8 @@ class ChunkCompleter:
     # --- what became of them ---
 
     def _were_completed(self, slots: Sequence[ChunkSlot], answers: Sequence[ChunkSettled | Exception]) -> None:
+        if not self._held and self._were_all_applied(slots, answers):
+            return
         settled = []
         for slot, answer in zip(slots, answers, strict=True):
             if isinstance(answer, Exception):
@@ -210,6 +213,21 @@ class ChunkCompleter:
             settled.append(slot)
         self._release_held(settled)
         self._settled(settled)
+
+    def _were_all_applied(self, slots: Sequence[ChunkSlot], answers: Sequence[ChunkSettled | Exception]) -> bool:
+        """Take the answers of a batch that are the same one, as they are as a rule, without a call for each."""
+        answer = answers[0]
+        if isinstance(answer, Exception) or answer.outcome is not WriteOutcome.APPLIED:
+            return False
+        if answers.count(answer) < len(answers):
+            return False
+        self._metrics.chunks_done += len(slots)
+        for tenant, job_id in {(slot.lease.tenant_id, slot.lease.job_id) for slot in slots}:
+            self._moved(tenant, job_id)
+            if answer.last:
+                self.finish(tenant, job_id)
+        self._settled(slots)
+        return True
 
     def _have_failed(
         self, slots: Sequence[ChunkSlot], answers: Sequence[tuple[ChunkStatus | None, bool] | Exception]

@@ -14,7 +14,7 @@ from dispatch_core import durable_input as check
 from dispatch_core.backoff import Backoff
 from dispatch_core.database import Database
 from dispatch_core.durable_caller import CallersConnection, JoinableConnection
-from dispatch_core.durable_models import ChunkOutcome, JobLease
+from dispatch_core.durable_models import ChunkOutcome, JobLease, RowError
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import DatabaseBusyError, DatabaseUnavailableError, LeaseLostError
 from dispatch_core.settings import DurableJobsSettings
@@ -53,20 +53,38 @@ class ChunkContext:
     up. No two tasks may use them at once.
     """
 
-    __slots__ = ("_checkpoint", "_last_row", "desk", "open_transaction", "row_errors", "slot", "stopping")
+    __slots__ = ("_checkpoint", "_last_row", "_row_errors", "_stopping", "desk", "open_transaction", "slot")
 
     def __init__(self, slot: ChunkSlot, desk: Desk) -> None:
         self.slot: Final = slot
         self.desk: Final = desk
-        self.stopping: Final = Stopping(slot, desk.lost)
-        """Set on drain, pause, cancellation and a lost lease, with the reason; see `Stopping`."""
-        self.row_errors: Final = RowErrors(desk.row_errors_limit, desk.settings.max_payload_bytes)
+        # Made when somebody asks: most chunks are over before.
+        self._stopping: Stopping | None = None
+        self._row_errors: RowErrors | None = None
         self.open_transaction: ChunkTransaction | None = None
         self._checkpoint = slot.chunk.checkpoint
         self._last_row: int | None = None
 
     def __repr__(self) -> str:
         return f"<ChunkContext chunk {self.seq} of job {self.job_id} ({self.kind}), attempt {self.attempt}>"
+
+    @property
+    def stopping(self) -> Stopping:
+        """Set on drain, pause, cancellation and a lost lease, with the reason; see `Stopping`."""
+        if self._stopping is None:
+            self._stopping = Stopping(self.slot, self.desk.lost)
+        return self._stopping
+
+    @property
+    def row_errors(self) -> RowErrors:
+        """Row errors that are not stored yet."""
+        if self._row_errors is None:
+            self._row_errors = RowErrors(self.desk.row_errors_limit, self.desk.settings.max_payload_bytes)
+        return self._row_errors
+
+    def take_row_errors(self) -> list[RowError]:
+        """Return row errors that are not stored yet, and keep none."""
+        return [] if self._row_errors is None else self._row_errors.take()
 
     # --- the chunk ---
 
@@ -185,7 +203,7 @@ class ChunkContext:
         async def save(conn: Any) -> None:
             await self.under(self._save(DurableRepository(conn, self.desk.settings), value, renew=True))
 
-        if self.row_errors.items:
+        if self._row_errors is not None and self._row_errors.items:
             await self._in_own_transaction(lambda transaction: transaction.checkpoint(value))
         else:
             sent_at = await self._until_answered(save)
@@ -253,14 +271,14 @@ class ChunkContext:
         A handler that counts no rows and says nothing has done all of them.
         """
         slot = self.slot
-        outcome = value if isinstance(value, ChunkOutcome) else ChunkOutcome(value)
-        if outcome.rows_done is not None and outcome.rows_failed is not None:
-            return outcome
-        failed = slot.rows_failed if outcome.rows_failed is None else outcome.rows_failed
-        done = outcome.rows_done
+        done = failed = None
+        if isinstance(value, ChunkOutcome):
+            value, done, failed = value.value, value.rows_done, value.rows_failed
+        if failed is None:
+            failed = slot.rows_failed
         if done is None:
-            done = slot.rows_done if slot.advanced else max(self.rows_total - failed, 0)
-        return ChunkOutcome(outcome.value, done, failed)
+            done = slot.rows_done if slot.advanced else max(slot.chunk.rows_total - failed, 0)
+        return ChunkOutcome(value, done, failed)
 
     def was_saved(self, value: Any) -> None:
         """Note a checkpoint that is stored."""
@@ -279,7 +297,7 @@ class ChunkContext:
 
     async def _tell_row_errors(self, repository: DurableRepository) -> None:
         """Store those that wait in the caller's transaction, and forget them: what becomes of it is the caller's."""
-        if errors := self.row_errors.take():
+        if errors := self.take_row_errors():
             await self.under(tell_row_errors(repository, self.lease, errors, self.desk.settings))
 
     async def _in_own_transaction(self, say: Callable[[ChunkTransaction], Awaitable[None]]) -> None:

@@ -60,7 +60,7 @@ class ChunkEnds:
             return self._not_a_result(slot, str(error))
         except Exception as error:  # noqa: BLE001  encoding runs the handler's own classes
             return self._not_a_result(slot, codec.sanitize(error, 2000))
-        return Done(outcome, context.row_errors.take())
+        return Done(outcome, context.take_row_errors())
 
     def _outcome(self, slot: ChunkSlot, outcome: Outcome) -> ChunkEnd:
         assert slot.context is not None
@@ -72,7 +72,7 @@ class ChunkEnds:
             message = codec.sanitize(outcome.code, 200) or "S2R-REJECTED"
             if outcome.message is not None:
                 message = f"{message}: {codec.sanitize(outcome.message, 1700)}"
-            return Failed(message, False, 0.0, slot.context.row_errors.take())
+            return Failed(message, False, 0.0, slot.context.take_row_errors())
         if isinstance(outcome, Retry):
             message = "S2R-RETRY" if outcome.message is None else f"S2R-RETRY: {codec.sanitize(outcome.message, 1900)}"
             return self._again(slot, message, outcome.after_seconds)
@@ -90,7 +90,7 @@ class ChunkEnds:
     def _not_a_result(self, slot: ChunkSlot, why: str) -> ChunkEnd:
         assert slot.context is not None
         logger.error("%s failed: what its handler returned cannot be stored: %s", _name(slot), why)
-        return Failed(f"S2R-RESULT-INVALID: {why}", False, 0.0, slot.context.row_errors.take())
+        return Failed(f"S2R-RESULT-INVALID: {why}", False, 0.0, slot.context.take_row_errors())
 
     def refused(self, slot: ChunkSlot, error: Exception) -> ChunkEnd:
         """Return the end of a chunk whose end the database refused to store."""
@@ -172,7 +172,7 @@ class ChunkEnds:
 
     @staticmethod
     def _for_good(slot: ChunkSlot, message: str) -> ChunkEnd:
-        return Failed(message, False, 0.0, slot.context.row_errors.take() if slot.context is not None else [])
+        return Failed(message, False, 0.0, slot.context.take_row_errors() if slot.context is not None else [])
 
 
 def _name(slot: ChunkSlot) -> str:
