@@ -174,7 +174,7 @@ class DurableJobs:
         end; a submission that an outage has cut off goes on. An id whose submission was abandoned is used up.
 
         Raises: IdempotencyConflictError where a job of another kind has the id; JobClosedError where a submission under
-        the same id had more chunks; TransactionRequiredError where `conn` is in no transaction.
+        the same id was abandoned, or had more chunks; TransactionRequiredError where `conn` is in no transaction.
         """
         job = NewJob(
             self._tenant,

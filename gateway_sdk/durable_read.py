@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from dispatch_core.durable_models import EventPage, JobEvent
+from dispatch_core.errors import DatabaseError
 from gateway_sdk.durable_watch import Follower, Watcher
 
 __all__ = ["JobEvents", "is_within"]
@@ -15,8 +16,9 @@ __all__ = ["JobEvents", "is_within"]
 class JobEvents(Follower):
     """An async iterator of events in their order; none is ever skipped, whenever its transaction commits.
 
-    Following, it waits for more, and ends when the job has, behind the event of its end. `cursor` is where to go on, in
-    another process too: behind the last event that was handed out. One task may iterate it.
+    Following, it waits for more, and ends when the job has, behind the event of its end; an outage of the database is
+    waited out, but for the very first. `cursor` is where to go on, in another process too: behind the last event that
+    was handed out. One task may iterate it.
     """
 
     __slots__ = ("_after", "_events", "_has_ended", "_is_due", "_limit", "_next", "_read", "cursor")
@@ -47,7 +49,8 @@ class JobEvents(Follower):
     async def __anext__(self) -> JobEvent:
         """Return the next event.
 
-        Raises: UnknownJobError where it follows; ClientClosedError, DatabaseUnavailableError.
+        Raises: UnknownJobError where it follows; ClientClosedError; DatabaseUnavailableError, where it follows only
+        before the first.
         """
         while not self._events:
             if self._is_over:
@@ -65,7 +68,14 @@ class JobEvents(Follower):
     async def _read_on(self) -> None:
         """Read one page, or wait until there may be one, or end."""
         if self._is_due:
-            page = await self._read(self._next, self._limit)
+            try:
+                page = await self._read(self._next, self._limit)
+            except DatabaseError as error:
+                if self._join is None or not error.retryable:
+                    raise
+                # News come when the database is there again.
+                self._has_ended = (await self._news()).status.is_terminal
+                return
             self._after, self._next = self._next, page.next
             self._events.extend(page.events)
             if not page.events:

@@ -30,7 +30,13 @@ from dispatch_core import durable_input as check
 from dispatch_core.durable_caller import CallersConnection
 from dispatch_core.durable_models import ChunkSpec
 from dispatch_core.durable_repository import DurableRepository
-from dispatch_core.errors import ClientClosedError, InvalidInputError, JobClosedError, RelayDispatchError
+from dispatch_core.errors import (
+    ClientClosedError,
+    InvalidInputError,
+    JobClosedError,
+    RelayDispatchError,
+    UnknownJobError,
+)
 from dispatch_core.settings import DurableJobsSettings
 from gateway_sdk.durable_calls import Calls
 
@@ -178,8 +184,8 @@ async def _store_whole(repository: DurableRepository, job: NewJob, texts: list[b
     if not await _insert_job(repository, job) and await repository.jobs(job.tenant, [job.job_id]):
         return  # by an earlier call; or by this one, whose reply was lost
     if texts:
-        await repository.insert_chunk_texts(job.tenant, job.job_id, texts, from_seq=1, notify=False)
-    await repository.seal(job.tenant, job.job_id, chunks=len(texts))
+        await _insert_chunks(repository, job, texts, 1)
+    await _seal(repository, job, len(texts))
 
 
 async def _insert_job(repository: DurableRepository, job: NewJob) -> bool:
@@ -193,6 +199,28 @@ async def _insert_job(repository: DurableRepository, job: NewJob) -> bool:
         priority=job.priority,
         created_by=job.created_by,
         submitting=True,
+    )
+
+
+async def _insert_chunks(repository: DurableRepository, job: NewJob, texts: list[bytes], from_seq: int) -> None:
+    try:
+        # Nobody can claim them yet, so nobody is woken.
+        await repository.insert_chunk_texts(job.tenant, job.job_id, texts, from_seq=from_seq, notify=False)
+    except UnknownJobError as error:
+        raise _used_up(job) from error
+
+
+async def _seal(repository: DurableRepository, job: NewJob, chunks: int) -> None:
+    try:
+        await repository.seal(job.tenant, job.job_id, chunks=chunks)
+    except UnknownJobError as error:
+        raise _used_up(job) from error
+
+
+def _used_up(job: NewJob) -> JobClosedError:
+    return JobClosedError(
+        f"a submission of durable job {job.job_id} was abandoned, so its id is used up: submit it under another one",
+        job_id=job.job_id,
     )
 
 
@@ -246,9 +274,9 @@ class _Submission:
 
         async def run(repository: DurableRepository) -> bool:
             try:
-                await repository.insert_chunk_texts(job.tenant, job.job_id, batch, from_seq=from_seq, notify=False)
+                await _insert_chunks(repository, job, batch, from_seq)
             except JobClosedError:
-                if self._is_ours:
+                if self._is_ours or not await repository.jobs(job.tenant, [job.job_id]):
                     raise
                 return False
             return True
@@ -259,7 +287,7 @@ class _Submission:
         job = self._job
 
         async def run(repository: DurableRepository) -> None:
-            await repository.seal(job.tenant, job.job_id, chunks=chunks)
+            await _seal(repository, job, chunks)
 
         await self._calls.repeat(run, self._seconds, job.job_id)
 
@@ -295,10 +323,10 @@ async def submit_in(conn: Any, job: NewJob, chunks: Chunks, settings: DurableJob
             return
         stored = 0
         while batch:
-            await repository.insert_chunk_texts(job.tenant, job.job_id, batch, from_seq=stored + 1, notify=False)
+            await _insert_chunks(repository, job, batch, stored + 1)
             stored += len(batch)
             batch = [] if batches.is_over else await batches.next()
-        await repository.seal(job.tenant, job.job_id, chunks=stored)
+        await _seal(repository, job, stored)
     except Exception:
         if is_ours:
             # A caller who goes on, and commits, has submitted nothing: it was never sealed. This is for the sweep.

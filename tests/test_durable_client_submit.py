@@ -540,6 +540,23 @@ async def test_fewer_chunks_than_an_earlier_submission_under_the_same_id_had_are
         assert await client.tenant(TENANT).durable.submit("import", range(5), job_id=job_id) == job_id
 
 
+@pytest.mark.parametrize("chunks", [0, 2, 7])
+async def test_the_id_of_a_submission_that_was_abandoned_is_used_up(
+    database: TestDatabase, seen: Seen, chunks: int
+) -> None:
+    async with open_client(database.gateway_dsn, durable=SMALL) as client, connected(database.gateway_dsn) as conn:
+        jobs = client.tenant(TENANT).durable
+        job_id = uuid4()
+        with pytest.raises(InvalidPayloadError):
+            await jobs.submit("import", [*range(5), float("nan")], job_id=job_id)
+        with pytest.raises(JobClosedError, match="its id is used up"):
+            await jobs.submit("import", range(chunks), job_id=job_id)
+        async with conn.transaction():
+            with pytest.raises(JobClosedError, match="its id is used up"):
+                await jobs.submit("import", range(chunks), job_id=job_id, conn=conn)
+        assert await seen.nothing(job_id)
+
+
 # --- in the caller's transaction ------------------------------------------------------------------------------------
 
 

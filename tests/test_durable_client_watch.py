@@ -451,6 +451,41 @@ async def test_a_push_that_is_cut_off_is_made_up_for(
                 await work(worker)
 
 
+async def test_an_outage_is_waited_out_by_who_watches_and_who_follows_but_for_the_very_first(
+    database: TestDatabase, worker: Connection
+) -> None:
+    async with (
+        TcpProxy.before(database.gateway_dsn) as proxy,
+        open_client(
+            proxy.dsn(database.gateway_dsn), poll_timeout_seconds=0.3, connect_timeout_seconds=0.3, probe_seconds=0.5
+        ) as client,
+    ):
+        jobs = client.tenant(TENANT).durable
+        job_id = await jobs.submit("import", [1])
+        watching = Watching(jobs, job_id)
+        heard: list[str] = []
+
+        async def follow() -> None:
+            async for event in jobs.events(job_id, follow=True):
+                heard.append(str(event.type))  # noqa: PERF401  (it is looked at meanwhile)
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(watching.run)
+                group.start_soon(follow)
+                await listening(client)
+                await eventually(lambda: watching.seen and heard)
+                proxy.mode = "reset"
+                await work(worker)
+                for first in (jobs.watch(job_id), jobs.events(job_id, follow=True), jobs.events(job_id)):
+                    with pytest.raises(DatabaseUnavailableError) as caught:
+                        await anext(first)
+                    assert caught.value.job_id == job_id
+                proxy.mode = "pass"
+        assert watching.seen[-1].status is JobStatus.COMPLETED
+        assert heard == ["submitted", "started", "chunk_claimed", "completed"]
+
+
 # --- tenants --------------------------------------------------------------------------------------------------------
 
 
