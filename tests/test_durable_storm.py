@@ -187,9 +187,9 @@ async def _job(gateway: Connection, chance: random.Random) -> UUID:
 async def test_all_verbs_by_many_sessions_at_once_never_deadlock_and_every_job_can_be_brought_to_its_end(
     database: TestDatabase, admin: Connection, gateway: Connection, is_long: bool, seed: int
 ) -> None:
-    """Three seconds, 60 with --long; a session whose wait is a deadlock is told so after 50 ms."""
+    """Two seconds, 60 with --long; a session whose wait is a deadlock is told so after 50 ms."""
     await admin.execute(f"alter database \"{database.name}\" set deadlock_timeout = '50ms'")
-    storm = _Storm(seed, time.monotonic() + (60 if is_long else 3))
+    storm = _Storm(seed, time.monotonic() + (60 if is_long else 2))
     chance = random.Random(seed)
     storm.jobs = [await _job(gateway, chance) for _ in range(6)]
     async with anyio.create_task_group() as group:

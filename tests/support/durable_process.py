@@ -67,7 +67,6 @@ def make(dsn: str, order: dict[str, Any]) -> Relay:
             if left <= 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    @relay.chunk_handler("copy")
     async def copy(ctx: ChunkContext) -> ChunkOutcome | None:
         """Copy the rows of the payload, some in a transaction, each of which saves how far it is or is the last."""
         first, count = ctx.payload["first"], ctx.payload["count"]
@@ -96,12 +95,24 @@ def make(dsn: str, order: dict[str, Any]) -> Relay:
         here("returning")
         return None
 
-    @relay.chunk_handler("die")
     async def die(ctx: ChunkContext) -> None:
-        """Kill the process where the payload says so; else return."""
-        if ctx.payload == "pill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        """Kill the process in the middle of a transaction where the payload says so; else be done."""
+        async with ctx.transaction() as conn:
+            await conn.execute("insert into public.target values ($1, $2)", ctx.job_id, ctx.seq)
+            if ctx.payload == "pill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            await ctx.complete()
 
+    async def pair(ctx: ChunkContext) -> None:
+        """Wait at a gate of the tester's, where the other one waits too; go on at the same instant."""
+        async with ctx.transaction() as conn:
+            await conn.execute("select pg_advisory_xact_lock_shared($1)", ctx.payload["gate"])
+            if ctx.payload["inside"]:
+                await ctx.complete()
+
+    for handler in (copy, die, pair):
+        if handler.__name__ in order.get("kinds", ("copy", "die", "pair")):
+            relay.chunk_handler(handler.__name__)(handler)
     return relay
 
 
