@@ -39,19 +39,36 @@ set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cach
 set lock_timeout = '1s'
 as $$
 declare
-  v_rows tid[];
+  v_rows  tid[];
+  v_row   tid;
+  v_seq   bigint := 0;
+  v_until timestamptz := clock_timestamp() + current_setting('lock_timeout')::interval;
 begin
   begin
+    -- Mostly nobody has any of them.
     select array_agg(l.row_id) into v_rows
     from (select c.ctid as row_id from relay.durable_chunk c
           where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = any (p_from)
-          order by c.seq offset 0 for update) l;
+          order by c.seq offset 0 for update nowait) l;
   exception when lock_not_available then
-    -- A transaction of a handler, perhaps, that is open for minutes. What it has yet to say it will be refused.
-    select array_agg(l.row_id) into v_rows
-    from (select c.ctid as row_id from relay.durable_chunk c
-          where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = any (p_from)
-          order by c.seq offset 0 for update skip locked) l;
+    begin
+      -- One by one, since lock_timeout is for each lock and not for all.
+      loop
+        perform set_config(
+          'lock_timeout', greatest(extract(epoch from v_until - clock_timestamp()) * 1000, 1)::bigint::text, true);
+        select c.ctid, c.seq into v_row, v_seq from relay.durable_chunk c
+        where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq > v_seq and c.status = any (p_from)
+        order by c.seq limit 1 for update;
+        exit when v_row is null;
+        v_rows := v_rows || v_row;
+      end loop;
+    exception when lock_not_available then
+      -- A transaction of a handler, perhaps, that is open for minutes. What it has yet to say it will be refused.
+      select array_agg(l.row_id) into v_rows
+      from (select c.ctid as row_id from relay.durable_chunk c
+            where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = any (p_from)
+            order by c.seq offset 0 for update skip locked) l;
+    end;
   end;
   if v_rows is null then
     return 0;
