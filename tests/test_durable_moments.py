@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from uuid import UUID
 
@@ -20,10 +20,11 @@ from dispatch_core.durable_models import ChunkStatus, JobStatus
 from dispatch_core.durable_repository import DurableRepository
 from relay_sdk import ChunkContext, Relay, StopReason
 from tests.support import durable
+from tests.support.activity import pid_of, wait_until_blocked
 from tests.support.chunks import KIND, SELDOM, Work, chunk_relay
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
-from tests.support.protocol import Connection
+from tests.support.protocol import TENANT, Connection, connected
 from tests.support.relays import running
 
 pytestmark = [pytest.mark.case("C24"), pytest.mark.invariant("I3")]
@@ -267,3 +268,96 @@ async def _each_part_once(admin: Connection, chunks: int, *, parts: int) -> None
     assert [(row["seq"], row["part"]) for row in rows] == [
         (seq, part) for seq in range(1, chunks + 1) for part in ("first", "second")[:parts]
     ]
+
+
+# --- at the floor of SQL ----------------------------------------------------------------------------
+
+
+@pytest.mark.kind("lock order")
+async def test_a_cancellation_waits_a_second_in_all_though_each_handler_lets_its_chunk_go_before_that(
+    database: TestDatabase, admin: Connection, gateway: Connection
+) -> None:
+    """Transactions of handlers, one chunk after the other, each of which begins before the one before it ends."""
+    chunks = 12
+    job_id = await durable.submit(gateway, chunks)
+    async with AsyncExitStack() as stack:
+        handlers = [await stack.enter_async_context(connected(database.worker_dsn)) for _ in range(2)]
+        leases = await durable.claim(handlers[0], chunks, lease=600)
+        held = handlers[0].transaction()
+        await held.start()
+        await durable.checkpoint(handlers[0], leases[0], 1)
+        async with anyio.create_task_group() as group:
+            answers: list[Any] = []
+
+            async def cancel() -> None:
+                answers.append(await durable.control(gateway, job_id, "cancel"))
+
+            group.start_soon(cancel)
+            await wait_until_blocked(admin, pid_of(gateway), by=pid_of(handlers[0]))
+            for n, lease in enumerate(leases[1:], 1):
+                with anyio.move_on_after(0.3):
+                    await eventually(lambda: answers)
+                if answers:
+                    break
+                following = handlers[n % 2].transaction()
+                await following.start()
+                await durable.checkpoint(handlers[n % 2], lease, 1)
+                await held.commit()
+                held = following
+            assert answers, "it has waited for each of them"
+        await held.commit()
+    (answer,) = answers
+    assert (answer["outcome"], answer["chunks"], answer["running"]) == ("applied", chunks - 1, 1)
+    await durable.run_out(admin)
+    await durable.reap(gateway)
+    await durable.finish(gateway, job_id)
+    assert await durable.states(gateway, job_id) == ["cancelled"] * chunks
+    assert await durable.counters_are_exact(admin, job_id)
+
+
+async def test_what_was_completed_in_a_transaction_that_outlasts_the_cancellation_is_in_the_jobs_counters(
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    """Nobody ends or counts the job afterwards: when it completed, another chunk still waited."""
+    job_id = await durable.submit(gateway, 2, rows=5)
+    (lease,) = await durable.claim(worker)
+    async with worker.transaction():
+        assert await durable.complete(worker, lease, rows_done=5) == ("applied", False)
+        assert (await durable.control(gateway, job_id, "cancel"))["running"] == 1
+    shown = await durable.job(gateway, job_id, fresh=False)
+    assert shown is not None
+    assert (shown["status"], shown["rows_done"]) == ("cancelled", 5)
+    assert (shown["chunks_done"], shown["chunks_cancelled"], shown["chunks_running"]) == (1, 1, 0)
+    await durable.finish(worker, job_id)
+    assert await durable.counters_are_exact(admin, job_id)
+
+
+async def test_chunks_that_are_added_again_wait_for_no_handler_and_so_hold_up_nobody_who_decides(
+    database: TestDatabase, gateway: Connection, worker: Connection
+) -> None:
+    job_id = await durable.submit(gateway, 2)
+    (lease,) = await durable.claim(worker)
+    async with worker.transaction():
+        await durable.checkpoint(worker, lease, {"at": 1})
+        again = '[{"payload": 1}, {"payload": 2}, {"payload": 3}]'
+        with anyio.fail_after(5):
+            add = "select relay.durable_insert_chunks($1, $2, $3, 1)"
+            assert await gateway.fetchval(add, TENANT, job_id, again) == 1
+    assert await durable.states(gateway, job_id) == ["running", "pending", "pending"]
+
+
+@pytest.mark.case("C15")
+async def test_a_lost_chunk_of_a_job_that_was_put_before_a_person_by_hand_is_not_cancelled(
+    admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    """Such a job has not ended."""
+    job_id = await durable.submit(gateway, 1)
+    await durable.claim(worker)
+    by_hand = "select relay.durable_set_job_status($1, $2, $3::text[], $4)"
+    assert await gateway.fetchval(by_hand, TENANT, job_id, ["running"], "needs_review")
+    await durable.run_out(admin)
+    assert [row["status"] for row in await durable.reap(gateway)] == ["retry"]
+    assert await gateway.fetchval(by_hand, TENANT, job_id, ["needs_review"], "running")
+    (lease,) = await durable.claim(worker)
+    await durable.complete(worker, lease)
+    assert await durable.finish(worker, job_id) == [("completed", True)]
