@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -322,6 +323,28 @@ async def test_events_are_followed_until_the_job_has_ended(
         await sql.complete(worker, lease)
         await sql.finish(worker, job_id)
     assert [event["type"] for event in lines(ended[0])] == ["submitted", "started", "chunk_claimed", "completed"]
+
+
+async def test_lines_that_nobody_reads_any_more_end_the_command_as_they_end_others(
+    database: TestDatabase, gateway: Connection, worker: Connection
+) -> None:
+    job_id = await sql.submit(gateway)
+    (lease,) = await sql.claim(worker)
+    await sql.tell_errors(worker, lease, [{"row": n, "code": "AGE", "message": "x" * 200} for n in range(5000)])
+    command = [*COMMAND, "durable", "errors", str(job_id), "--json"]
+
+    def read_one_line() -> tuple[bytes, int, bytes]:
+        environ = environment(RELAY_DISPATCH_DSN=database.operator_dsn)
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            line = process.stdout.readline()
+            process.stdout.close()
+            return line, process.wait(30), process.stderr.read()
+
+    line, code, err = await anyio.to_thread.run_sync(read_one_line)
+    assert json.loads(line)["row"] == 0
+    assert (code, err) == (128 + signal.SIGPIPE, b"")
 
 
 async def test_what_is_no_cursor_is_a_usage_error(gateway: Connection) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import getpass
-from collections.abc import AsyncIterator, Sequence
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, TypeVar
 from uuid import UUID
 
 import typer
 
-from dispatch_core.cli.common import Output
+from dispatch_core.cli.common import Output, run_async
 from dispatch_core.codec import check_name
 from dispatch_core.database import close_connection, connect
 from dispatch_core.durable_health import DurableHealth
@@ -32,8 +35,11 @@ __all__ = [
     "TenantsOption",
     "format_of",
     "room_at",
+    "run_lines",
     "who",
 ]
+
+T = TypeVar("T")
 
 CHANNEL: Final = "cli"
 """By which way a decision came, as the timeline tells it."""
@@ -56,6 +62,24 @@ NoteOption = Annotated[str | None, typer.Option("--note", metavar="TEXT", help="
 def format_of(output: Output, json: bool) -> Output:
     """Return how to print the result: `--json` says the same as `--output json`."""
     return Output.JSON if json else output
+
+
+def run_lines(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Run what prints a line after the other; where nobody reads them any more (`| head`), end as other programs do."""
+    try:
+        return run_async(function, *args)
+    except Exception as error:
+        if not _is_broken_pipe(error):
+            raise
+        # Else the interpreter tries to write the rest at its end, and complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
+def _is_broken_pipe(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_is_broken_pipe, error.exceptions))
+    return isinstance(error, BrokenPipeError)
 
 
 def who(actor: str | None) -> str | None:

@@ -11,10 +11,10 @@ from uuid import UUID
 import anyio
 import typer
 
-from dispatch_core.cli.common import NOTHING_MATCHED, DsnOption, Output, OutputOption, note, resolve_dsn, run_async
+from dispatch_core.cli.common import NOTHING_MATCHED, DsnOption, Output, OutputOption, note, resolve_dsn
 from dispatch_core.durable_models import RowError
 from gateway_sdk.cli_words import amount, json_text
-from gateway_sdk.durable_cli.common import JobArgument, LinesOption, Room, TenantsOption, format_of, room_at
+from gateway_sdk.durable_cli.common import JobArgument, LinesOption, Room, TenantsOption, format_of, room_at, run_lines
 from gateway_sdk.durable_cli.text import error_line, event_line, is_over
 
 __all__ = ["errors", "events"]
@@ -55,7 +55,7 @@ def events(
       relay-dispatch durable events 01998d4e-… --follow
       relay-dispatch durable events 01998d4e-… --json | jq 'select(.type == "chunk_reaped")'
     """
-    run_async(_events, resolve_dsn(dsn), tenant, job_id, after, follow, limit, format_of(output, json))
+    run_lines(_events, resolve_dsn(dsn), tenant, job_id, after, follow, limit, format_of(output, json))
 
 
 async def _events(
@@ -116,7 +116,7 @@ def errors(
       relay-dispatch durable errors 01998d4e-… -n 20
       relay-dispatch durable errors 01998d4e-… --json | jq -r '[.row, .code, .message] | @csv' > bad.csv
     """
-    count = run_async(_errors, resolve_dsn(dsn), tenant, job_id, chunk, limit, format_of(output, json))
+    count = run_lines(_errors, resolve_dsn(dsn), tenant, job_id, chunk, limit, format_of(output, json))
     if not count:
         note("no row was bad")
 

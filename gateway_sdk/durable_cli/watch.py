@@ -19,13 +19,12 @@ from dispatch_core.cli.common import (
     note,
     resolve_dsn,
     resolve_listen_dsn,
-    run_async,
 )
 from dispatch_core.durable_models import ChunkStatus, DurableJob, JobStatus
 from dispatch_core.errors import DatabaseUnavailableError, TenancyError
 from dispatch_core.listener import Listener
 from gateway_sdk.cli_words import amount
-from gateway_sdk.durable_cli.common import JobArgument, LinesOption, Room, TenantsOption, format_of, room_at
+from gateway_sdk.durable_cli.common import JobArgument, LinesOption, Room, TenantsOption, format_of, room_at, run_lines
 from gateway_sdk.durable_cli.screen import Screen, screen_for
 from gateway_sdk.durable_cli.text import is_over
 
@@ -82,7 +81,7 @@ def watch(
       relay-dispatch durable watch 01998d4e-… --json --timeout 600 | jq .fraction
     """
     address = resolve_dsn(dsn)
-    ended = run_async(
+    ended = run_lines(
         _watch,
         address,
         resolve_listen_dsn(listen_dsn) or address,
