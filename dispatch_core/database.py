@@ -518,6 +518,8 @@ class Database:
         self.opened = 0
         """How many connections were opened: each may lead to another server than those before, after a failover. Of a
         pool of the caller's, where that is not seen, how many were lent."""
+        self._silent_until = 0.0
+        """The database has let us wait for the whole of the time that putting a connection away may take."""
         self._away = Backoff(_AWAY_BASE_SECONDS, _AWAY_CAP_SECONDS)
         self._away_until = 0.0
         self._away_error: RelayDispatchError | None = None
@@ -585,6 +587,9 @@ class Database:
         if not self._owns_pool or self._pool is None:
             return
         pool, self._pool = self._pool, None
+        if time.monotonic() < self._silent_until:
+            pool.terminate()  # it has just been waited for in vain: a good-bye would be too
+            return
         try:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _PUT_AWAY_SECONDS), mapped_errors():
                 while self._idle:
@@ -746,7 +751,7 @@ class Database:
 
     async def _put_away(self, kept: _Kept) -> None:
         """Give a connection back to the driver's pool, which closes it or makes it whole."""
-        pool = kept.pool
+        pool, began = kept.pool, time.monotonic()
         try:
             # Shielded, or a cancelled block would leave its statement running. The timeout bounds the wait for
             # asyncpg's cancel request; after it, asyncpg cuts the connection.
@@ -757,6 +762,8 @@ class Database:
             ):
                 await pool.release(kept.conn, timeout=_PUT_AWAY_SECONDS)
         finally:
+            if time.monotonic() - began >= _PUT_AWAY_SECONDS:
+                self._silent_until = time.monotonic() + _PUT_AWAY_SECONDS
             self._give_up_place()
 
     async def _retire(self, broken: _Kept) -> None:
