@@ -317,12 +317,13 @@ class ChunkContext:
         while True:
             self.check()
             try:
-                with anyio.fail_after(min(self.desk.patience, self.lease_remaining + 0.001)):
-                    async with self.desk.database.connection() as conn:
-                        sent_at = time.monotonic()
+                # Never longer than the lease: whoever waits here hears at once that it is over.
+                async with self.desk.database.connection(self.lease_remaining + 0.001) as conn:
+                    sent_at = time.monotonic()
+                    with anyio.fail_after(min(self.desk.patience, self.lease_remaining + 0.001)):
                         await say(conn)
                 return sent_at
-            except (DatabaseUnavailableError, DatabaseBusyError, TimeoutError):
+            except (DatabaseUnavailableError, DatabaseBusyError):
                 await self._pause(backoff)
 
     async def _pause(self, backoff: Backoff) -> None:

@@ -50,13 +50,16 @@ class ChunkHeartbeat:
         settings: DurableJobsSettings,
         patience: float,
         database: Database,
+        dsn: str | None,
         slots: ChunkSlots,
         tell: Callable[[ChunkSlot, StopReason], None],
         lost: Callable[[ChunkSlot], None],
         moved: Callable[[ChunkSlot], None],
         metrics: RelayMetrics,
     ) -> None:
-        """Take what is called for a chunk that is to stop, for one that is lost, and for one that is further."""
+        """Take a DSN where the database is a pool of the caller's; and what is called for a chunk that is to stop, for
+        one that is lost, and for one that is further.
+        """
         self._relay_id = relay_id
         self._settings = settings
         self._lease = settings.lease_seconds
@@ -64,7 +67,7 @@ class ChunkHeartbeat:
         # Looked at four times an interval: a renewal is late by a quarter of it at most.
         self._tick = max(self._interval / 4, 0.02)
         self._patience = min(patience, self._interval)
-        self._line = _OwnConnection(database)
+        self._line = _OwnConnection(database, dsn)
         self._slots = slots
         self._tell = tell
         self._lost = lost
@@ -228,8 +231,9 @@ class ChunkHeartbeat:
 class _OwnConnection:
     """A connection that nobody else uses, opened when first asked for; of the caller's pool where there is no DSN."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, dsn: str | None) -> None:
         self._database = database
+        self._dsn = dsn
         self._conn: Connection | None = None
         self._lent: Lent | None = None
 
@@ -243,7 +247,7 @@ class _OwnConnection:
             return self._conn
         await self.drop()
         try:
-            self._conn = await self._database.connect_dedicated("heartbeat")
+            self._conn = await self._database.connect_dedicated("heartbeat", dsn=self._dsn)
         except ConfigurationError:
             lent = self._database.connection()
             self._conn, self._lent = await lent.__aenter__(), lent

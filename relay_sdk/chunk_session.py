@@ -20,7 +20,7 @@ import anyio
 
 from dispatch_core.durable_models import ClaimedChunk, Swept
 from dispatch_core.durable_repository import DurableRepository
-from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError
+from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError, RelayDispatchError
 from dispatch_core.ids import new_id
 from dispatch_core.settings import DurableJobsSettings
 from relay_sdk.chunk_claimer import ChunkClaimer
@@ -51,6 +51,9 @@ _GIVE_BACK_SECONDS: Final = 0.6
 
 _RUNNERS: Final = 2
 """Connections of the pool that handlers' transactions leave to claims and completions."""
+
+_BORROWED: Final = 2
+"""The smallest pool of the caller's: one of it is kept for heartbeats, where there is no DSN."""
 
 
 class ChunkSession:
@@ -132,6 +135,11 @@ class ChunkSession:
 
     async def subscribe(self, connections: Connections) -> None:
         """Make the pieces, and have the tenants' rings come to them once `connections` listens."""
+        if connections.borrows_heartbeat and connections.database.max_size < _BORROWED:
+            raise ConfigurationError(
+                f"a pool that is given to a relay with chunk handlers needs {_BORROWED} connections at least, one for"
+                " heartbeats; or set RELAY_DISPATCH_DSN, for a connection of their own"
+            )
         self._make_pieces(connections)
         async with connections.database.connection() as conn:
             repository = DurableRepository(conn, self._durable)
@@ -233,6 +241,7 @@ class ChunkSession:
             settings=durable,
             patience=patience,
             database=database,
+            dsn=connections.heartbeat_dsn,
             slots=slots,
             tell=self._executor.tell,
             lost=self._executor.lost,
@@ -399,6 +408,8 @@ class ChunkSession:
             # A handler that refuses to end is left behind; what it may write from now on is refused.
             if slot.state is RUNNING and slot.may_be_lost and slot.chunk.idempotent:
                 slot.end = Released()
+                if slot.context is not None and slot.context.open_transaction is not None:
+                    slot.context.open_transaction.cut()
         left = [slot for slot in slots if slot.end is not None]
         if left or self._claimer.lost:
             with anyio.move_on_after(_GIVE_BACK_SECONDS) as timeout:

@@ -103,6 +103,12 @@ class ChunkTransaction:
             finally:
                 self._context.desk.permits.release()
 
+    def cut(self) -> None:
+        """End its connection, and so roll it back: its handler refuses to end, and the chunk is to be another's."""
+        if self._conn is not None:
+            with contextlib.suppress(Exception):  # the driver may have taken it back
+                self._conn.terminate()
+
     def is_on(self, conn: object) -> bool:
         """Whether this is the transaction that `conn` has open."""
         return conn is self._conn

@@ -66,8 +66,10 @@ class Connections:
                 backoff_cap=core.reconnect_cap_seconds,
             )
             self.listener.on_round_trip(self.ring_inside.round_trip)
-        self.borrows_heartbeat = pool is not None
-        """Whether the heartbeat of chunks has to use a connection of the pool: there is no DSN for one of its own."""
+        self.heartbeat_dsn = None if pool is None or core.dsn is None else core.require_dsn()
+        """For a connection of its own beside a pool of the caller's, whose DSN is not known."""
+        self.borrows_heartbeat = pool is not None and self.heartbeat_dsn is None
+        """Whether the heartbeat of chunks has to use a connection of that pool."""
         transports = (self.database,) if self.listener is None else (self.listener, self.database)
         self.doorbell = Doorbell(*transports)
         self._stack = AsyncExitStack()

@@ -11,7 +11,7 @@ import pytest
 
 from dispatch_core.durable_models import ChunkStatus, JobStatus
 from dispatch_core.durable_repository import DurableRepository
-from dispatch_core.errors import DatabaseBusyError, LeaseLostError
+from dispatch_core.errors import ConfigurationError, DatabaseBusyError, LeaseLostError
 from dispatch_core.settings import CoreSettings
 from relay_sdk import ChunkContext, StopReason
 from tests.support.chunks import KIND, SELDOM, Work, chunk_relay
@@ -124,6 +124,18 @@ async def test_with_a_pool_of_the_callers_one_of_its_connections_is_kept_for_hea
             assert (await work.end(job_id)).status is JobStatus.COMPLETED
         assert relay.metrics.chunk_heartbeats >= 1
         assert relay.metrics.chunks_lost == 0
+
+
+async def test_a_pool_of_one_connection_is_refused_with_chunk_handlers(database: TestDatabase) -> None:
+    async with asyncpg.create_pool(database.worker_dsn, min_size=0, max_size=1) as pool:
+        relay = chunk_relay(database, pool=pool)
+
+        @relay.chunk_handler(KIND)
+        async def handler(ctx: ChunkContext) -> None:
+            pass
+
+        with pytest.raises(ConfigurationError, match="needs 2 connections at least"):
+            await relay.run()
 
 
 @pytest.mark.case("C17")

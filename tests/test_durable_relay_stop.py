@@ -183,19 +183,23 @@ async def test_a_handler_that_refuses_to_end_is_left_behind_and_its_chunk_releas
     work = Work(gateway)
     job_id = await work.submit(1)
     relay = chunk_relay(database)
-    free = asyncio.Event()
+    free, inside = asyncio.Event(), asyncio.Event()
 
     @relay.chunk_handler(KIND)
     async def stubborn(ctx: ChunkContext) -> None:
         await ctx.save_checkpoint(1)
-        while not free.is_set():
-            try:
-                await free.wait()
-            except asyncio.CancelledError:
-                pass
+        async with ctx.transaction():
+            # It has the chunk locked, too.
+            await ctx.save_checkpoint(2)
+            inside.set()
+            while not free.is_set():
+                try:
+                    await free.wait()
+                except asyncio.CancelledError:
+                    pass
 
     async with running(relay, grace_seconds=0.0):
-        await eventually(lambda: relay.metrics.checkpoints == 1)
+        await asyncio.wait_for(inside.wait(), 10)
     chunk = await work.chunk(job_id)
     assert (chunk.status, chunk.attempts, chunk.checkpoint) == (ChunkStatus.PENDING, 0, 1)
     free.set()
