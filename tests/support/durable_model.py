@@ -46,6 +46,8 @@ class Chunk:
     checkpoint: Any = None
     outcome: Any = None
     rows_done: int = 0
+    rows_saved: int = 0
+    """As the checkpoint has them."""
     rows_failed: int = 0
 
     @property
@@ -53,8 +55,9 @@ class Chunk:
         return self.status in OPEN and self.due is None
 
     def move(self, status: str, attempts: str = "keep") -> None:
-        """Take it out of anybody's hands."""
+        """Take it out of anybody's hands; rows that were told after the checkpoint are to be done again."""
         self.status = status
+        self.rows_done = self.rows_done if status == "done" else self.rows_saved
         self.version += 1
         self.token = None
         self.expired = False
@@ -241,6 +244,8 @@ class Model:
         for name, value in values.items():
             if value is not None:
                 setattr(chunk, name, value)
+        if "checkpoint" in values:
+            chunk.rows_saved = chunk.rows_done
 
     def hold(self, fence: Fence, after: dict[str, Any], written: list[Any]) -> None:
         """Begin a transaction in which the lease's holder has written these values of its chunk, and these rows."""
