@@ -21,7 +21,7 @@ README = (ROOT / "README.md").read_text()
 MARKER = "<!-- example: tests/test_readme.py runs this block -->"
 
 INVARIANTS = [*(f"I{n}" for n in range(1, 11)), *(f"O{n}" for n in range(1, 5)), *(f"J{n}" for n in range(1, 8))]
-TEST_ID = re.compile(r"tests/\w+\.py::\w+")
+TEST_ID = re.compile(r"tests/(?:\w+/)?\w+\.py::\w+")
 
 
 def example() -> str:
