@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -37,7 +38,7 @@ _CLAIM: Final = (
     " case when params is not null then lease_expires_at end as lease_expires_at,"
     " extract(epoch from wait)::float8 as wait"
     " from relay.durable_claim($1::text[], $2::text[], $3::bigint[], $4::bigint, $5::text, $6::uuid,"
-    " $7::interval, $8::bigint)"
+    " $7::interval, $8::bigint, $9::text::jsonb)"
 )
 _CLAIM_NEXT: Final = (
     "select * from relay.durable_claim_next($1::text, $2::uuid, $3::bigint, $4::text, $5::uuid, $6::interval)"
@@ -119,10 +120,12 @@ class WorkingVerbs(Calls):
         lease_seconds: float | None = None,
         limits: Sequence[int] | None = None,
         start: int = 0,
+        after: Mapping[UUID, int] | None = None,
     ) -> ClaimedChunks:
         """Claim the next chunks of all jobs of these kinds: by priority, age, number. `limits`: one for each kind.
 
-        `token` is new for every claim; `start`: at which of the tenants to begin.
+        `token` is new for every claim; `start`: at which of the tenants to begin; `after`: of these jobs only chunks
+        with higher numbers.
         """
         lease, deadline = self._lease(lease_seconds)
         rows = await self._fetch(
@@ -135,6 +138,7 @@ class WorkingVerbs(Calls):
             check.identity("token", token),
             lease,
             check.count("start", start),
+            json.dumps({str(job_id): seq for job_id, seq in after.items()}) if after else None,
         )
         return claimed_of(rows, token, holder, deadline)
 

@@ -39,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 _POLL_JITTER: Final = 0.25
 
+_BEHIND_SECONDS: Final = 1.0
+"""For so long claims may look behind what was claimed only, while they come full. What comes back lies before it."""
+
+_PAUSE: Final = 19.0
+"""Times the duration of a claim from the beginning until the next one: these take a twentieth of the time at most."""
+
 _MISSED_SECONDS: Final = 0.1
 """Until a tenant is looked at again where a chunk was seen and could not be had."""
 
@@ -79,6 +85,9 @@ class ChunkClaimer:
         self.lost: Final[LostClaims[ClaimedChunks]] = LostClaims(self._claim_again)
         """Claims whose reply was lost and that have not been asked for with success."""
         self._start = 0
+        # Where an old transaction keeps dead index entries alive, each claim from a job's beginning wades through them.
+        self._after: dict[UUID, int] = {}
+        self._from_beginning_at = 0.0
         self._poll_at = 0.0
         self._has_polled = False
         self._backoff = Backoff(0.1, 2.0)
@@ -179,6 +188,7 @@ class ChunkClaimer:
 
     async def _claim(self, ask: Ask, now: float) -> None:
         token = new_id()
+        after = self._after if now < self._from_beginning_at else {}
         claimed: ClaimedChunks | None = None
         may_have_taken = False
         error: DatabaseError | TenancyError | None = None
@@ -201,6 +211,7 @@ class ChunkClaimer:
                                 token=token,
                                 lease_seconds=self._lease,
                                 start=self._start % len(ask.tenants),
+                                after=after,
                             )
                         else:
                             claimed = await self._claim_one_by_one(conn, ask, token)
@@ -221,6 +232,7 @@ class ChunkClaimer:
             self._succeeded()
             self._told.difference_update(ask.tenants)
             self._note(ask, claimed)
+            self._note_numbers(ask, claimed.chunks, after, now)
             self._deliver(claimed.chunks)
 
     async def _claim_one_by_one(self, conn: Connection, ask: Ask, token: UUID) -> ClaimedChunks:
@@ -261,6 +273,21 @@ class ChunkClaimer:
         self._wants.answered(ask, counts, len(claimed.chunks))
         for tenant, seconds in claimed.waiting.items():
             self.ring_at(tenant, seconds)
+
+    def _note_numbers(self, ask: Ask, chunks: Sequence[ClaimedChunk], after: dict[UUID, int], sent_at: float) -> None:
+        """Note behind what the next claims are to look: behind a claim that came full."""
+        if len(chunks) < ask.limit:
+            self._after = {}
+            if after:
+                self._wants.put_back(ask)  # before what it looked behind there may be something still
+            return
+        if not after:
+            now = time.monotonic()
+            self._after = {}
+            self._from_beginning_at = now + max(_BEHIND_SECONDS, (now - sent_at) * _PAUSE)
+        for chunk in chunks:
+            lease = chunk.lease
+            self._after[lease.job_id] = max(lease.seq, self._after.get(lease.job_id, 0))
 
     # --- what goes wrong ---
 

@@ -174,7 +174,7 @@ CREATE FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint
     AS $$ … $$;
 ALTER FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint DEFAULT 0) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
+CREATE FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint DEFAULT 0, p_after jsonb DEFAULT NULL::jsonb) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -187,7 +187,7 @@ CREATE FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits b
     SET plan_cache_mode TO 'force_generic_plan'
     SET "TimeZone" TO 'UTC'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -366,7 +366,7 @@ CREATE FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) RETURNS
     AS $$ … $$;
 ALTER FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean DEFAULT true) RETURNS boolean
+CREATE FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean DEFAULT true, p_from bigint DEFAULT NULL::bigint) RETURNS boolean
     LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -377,7 +377,7 @@ CREATE FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running b
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean, p_from bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_health(p_tenant text) RETURNS TABLE(review bigint, review_chunks bigint, review_kinds text[], review_for interval, lost bigint, lost_for interval, idle bigint, idle_kinds text[], idle_for interval, paused bigint)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -830,7 +830,7 @@ CREATE FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) RETURNS 
     AS $$ … $$;
 ALTER FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
+CREATE FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_after bigint DEFAULT 0) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
     LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -841,7 +841,7 @@ CREATE FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint,
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_after bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_tell(p_tenant text, p_job_id uuid, p_type text, p_seqs bigint[], p_actor text, p_channel text, p_holders text[], p_details jsonb[]) RETURNS void
     LANGUAGE plpgsql
@@ -2056,8 +2056,8 @@ GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs 
 GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_operator;
 
-REVOKE ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint) TO relay_worker;
+REVOKE ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb) TO relay_worker;
 
 REVOKE ALL ON FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) TO relay_worker;
@@ -2104,7 +2104,7 @@ GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) T
 GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) TO relay_operator;
 
-REVOKE ALL ON FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean, p_from bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_health(p_tenant text) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_gateway;
@@ -2215,7 +2215,7 @@ GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO
 GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_operator;
 
-REVOKE ALL ON FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_after bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_tell(p_tenant text, p_job_id uuid, p_type text, p_seqs bigint[], p_actor text, p_channel text, p_holders text[], p_details jsonb[]) FROM PUBLIC;
 

@@ -13,7 +13,14 @@ from benchmarks.cli import main, measure
 from benchmarks.model import Case, CaseResult, Figure, Measured, Sample, Scenario, check
 from benchmarks.report import print_summary, print_tables
 from benchmarks.sandbox import Sandbox
-from benchmarks.scenarios import SCENARIOS, claim, drain
+from benchmarks.scenarios import (
+    SCENARIOS,
+    claim,
+    drain,
+    durable_drain,
+    durable_heartbeat,
+    durable_reap,
+)
 from dispatch_core.dev.postgres import DevServer
 
 TINY_CLAIM = replace(claim.SCENARIO, cases=lambda _: [Case({"processes": 1, "claimers": 2, "batch": 5}, 40, 40)])
@@ -76,6 +83,28 @@ async def test_a_run_reports_each_case_with_its_contenders_and_what_was_checked(
         "seconds taken",
     ):
         assert text in out.getvalue()
+
+
+async def test_scenarios_of_durable_jobs_do_each_chunk_once(server: DevServer) -> None:
+    tiny = [
+        replace(
+            scenario,
+            cases=lambda _: [Case({"chunks": 30}, 30)],
+            contenders=[entry for entry in scenario.contenders if entry.name in ("ours", "bare")],
+        )
+        for scenario in (durable_drain.SCENARIO, durable_heartbeat.SCENARIO, durable_reap.SCENARIO)
+    ]
+    document, _ = await measure(tiny, server, Console(file=StringIO()), quick=False, rounds=1, inserts_seconds=0.02)
+    assert document["failed"] == {}
+    once = {
+        (result["scenario"], entry["name"]): entry["checks"][0]
+        for result in document["results"]
+        for entry in result["contenders"]
+    }
+    assert once["durable-drain", "ours"] == {"handled": 30, "distinct": 30, "once": 30, "counted": 30}
+    assert once["durable-heartbeat", "ours"] == once["durable-heartbeat", "bare"] == {"renewed": 30}
+    assert once["durable-reap", "ours"] == {"reaped": 30, "distinct": 30, "stored": 30, "told": 30}
+    assert once["durable-reap", "bare"] == {"reaped": 30, "distinct": 30, "stored": 30}
 
 
 async def test_a_sample_that_lost_a_job_is_an_error_and_no_figure(server: DevServer) -> None:

@@ -35,6 +35,16 @@ async def test_chunks_come_by_priority_then_age_then_number_over_all_jobs_of_the
     assert await durable.status(gateway, other) == "queued"
 
 
+async def test_of_jobs_that_are_named_with_a_number_only_chunks_above_it_are_claimed(
+    gateway: Connection, worker: Connection
+) -> None:
+    large, other = await durable.submit(gateway, 6), await durable.submit(gateway, 2)
+    leases = await durable.claim(worker, 3, after={large: 4})
+    assert [(lease.job_id, lease.seq) for lease in leases] == [(large, 5), (large, 6), (other, 1)]
+    assert [lease.seq for lease in await durable.claim(worker, 9, after={large: 6})] == [2]
+    assert [lease.seq for lease in await durable.claim(worker, 9, after={other: 2})] == [1, 2, 3, 4]
+
+
 async def test_each_kind_and_each_tenant_has_its_share(gateway: Connection, worker: Connection) -> None:
     for tenant in ("a", "b", "c"):
         await durable.submit(gateway, 10, tenant=tenant)

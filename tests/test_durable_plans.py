@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.support import durable
 from tests.support.databases import TestDatabase
 from tests.support.durable import CHUNK, EVENT, JOB, KIND, ROW_ERROR
 from tests.support.plans import Connection, Explained, explained
-from tests.support.protocol import TENANT
+from tests.support.protocol import TENANT, connected
 
 pytestmark = pytest.mark.case("C14")
 
@@ -138,6 +139,8 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
         for _ in range(7):
             leases = await run(durable.claim(conn, BATCH, kinds=["none", KIND, "other"]), _CLAIM)
             assert [lease.job_id for lease in leases] == [_BIG] * BATCH
+            behind = await run(durable.claim(conn, 5, after={_BIG: 19_000}), _CLAIM)
+            assert min(lease.seq for lease in behind) > 19_000
             assert len(await run(durable.claim_next(conn, _BIG, 5), _CLAIM - {"durable_job_open"})) == 5
             assert await run(durable.heartbeat(conn, *leases), {*by_key, None}) == ["applied"] * BATCH
             assert await run(durable.heartbeat(conn, *[lease.stale for lease in leases]), by_key) == ["stale"] * BATCH
@@ -229,3 +232,44 @@ async def test_a_claim_steps_over_paused_and_ended_jobs_without_reading_their_ch
             assert jobs.rows_read <= 51
             # 50 jobs of which all is under way: a probe each.
             assert sum(node.rows_read for node in plan.of_table("durable_chunk")) <= 2
+
+
+async def test_beside_an_old_snapshot_a_claim_behind_the_last_one_and_a_completion_read_no_dead_entries(
+    database: TestDatabase, gateway: Connection, worker: Connection
+) -> None:
+    job_id = await durable.submit(gateway, 3000)
+
+    async def blocks(conn: Connection, call: str, *arguments: Any) -> int:
+        await conn.execute("set plan_cache_mode = force_generic_plan")
+        [(plan,)] = await conn.fetch(f"explain (analyze, buffers, format json) select * from {call}", *arguments)
+        return int(json.loads(plan)[0]["Plan"]["Shared Hit Blocks"])
+
+    claim = "relay.durable_claim($1, $2, null, 10, 'me', $3, '60 s', 0, $4)"
+
+    async def claimed(after: str | None) -> int:
+        return await blocks(worker, claim, [TENANT], [KIND], uuid4(), after)
+
+    async def completed(after: dict[UUID, int] | None) -> int:
+        [lease] = await durable.claim(worker, 1, after=after)
+        arguments = (TENANT, job_id, lease.seq, lease.token, lease.version)
+        return await blocks(worker, "relay.durable_complete($1, $2, $3, $4, $5, 'null')", *arguments)
+
+    async with connected(database.admin_dsn) as old:
+        await old.execute("begin isolation level repeatable read")
+        await old.fetch("select count(*) from pg_class")
+        for _ in range(3):
+            await claimed(None)  # plans are made, and what is read for them
+            await completed(None)
+        first = await claimed(None)
+        first_completed = await completed(None)
+        for _ in range(28):
+            leases = await durable.claim(worker, 100)
+            assert await durable.complete_many(worker, *leases) == ["applied"] * 100
+        last = int(
+            await gateway.fetchval(
+                "select max(seq) from relay.durable_chunks($1, $2, null, 0, 10000, 'done')", TENANT, job_id
+            )
+        )
+        assert await claimed(json.dumps({str(job_id): last})) <= 1.2 * first
+        assert await completed({job_id: last}) <= 1.2 * first_completed
+        assert await claimed(None) > 1.4 * first

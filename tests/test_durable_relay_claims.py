@@ -11,6 +11,7 @@ import pytest
 
 from dispatch_core.dev.logins import GATEWAY_LOGIN, WORKER_LOGIN
 from dispatch_core.durable_models import ChunkStatus, JobStatus
+from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import SchemaMismatchError, TenancyDeniedError
 from dispatch_core.migrate import grant, migrate, revoke
 from relay_sdk import ChunkContext, DispatchJob, Reply
@@ -141,6 +142,26 @@ async def test_a_backlog_takes_few_statements(database: TestDatabase, gateway: A
     assert len(completions) <= 8
     assert len([s for s in statements if "durable_finish(" in s]) <= 2
     assert not [s for s in statements if "durable_heartbeat(" in s]
+
+
+async def test_while_claims_come_full_the_next_one_looks_behind_them_and_one_from_the_beginning_comes_last(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await Work(gateway).submit(300)
+    claim, asked = DurableRepository.claim, []
+
+    async def spy(self: Any, *args: Any, **options: Any) -> Any:
+        asked.append(dict(options["after"]))
+        return await claim(self, *args, **options)
+
+    monkeypatch.setattr(DurableRepository, "claim", spy)
+    relay = chunk_relay(database, chunk_concurrency=400, chunk_claim_batch=100, durable=SELDOM, **NEVER)
+    relay.chunk_handler(KIND)(_nothing)
+    await relay.run(drain=True)
+    assert asked[:2] == [{}, {job_id: 100}]
+    # On a slow machine there may be one from the beginning between them, once a second.
+    assert all(after in ({}, {job_id: 200}, {job_id: 300}) for after in asked[2:])
+    assert asked[-1] == {}
 
 
 # --- wake-ups ---

@@ -48,8 +48,8 @@ where ctid = any (array(
 returning seq, payload::text, checkpoint::text, attempts, lease_version
 """
 # $1 tenant, $2 job id, $3 token, $4 numbers, $5 versions, $6 outcome of all
-# LATERAL … LIMIT 1 and then ctids: the join that stays an index probe whatever the statistics say. A plain join with the
-# arrays scans the table from some thousands of chunks on.
+# LATERAL … LIMIT 1 and then ctids: the join that stays an index probe whatever the statistics say. A plain join with
+# the arrays scans the table from some thousands of chunks on.
 COMPLETE: Final = """
 update bare.durable_chunk
 set status = 'done', outcome = $6::text::jsonb, lease_expires_at = null, updated_at = now(), ended_at = now()

@@ -43,7 +43,7 @@ async def _run(sandbox: Sandbox, case: Case, contender: Contender) -> Sample:
     curve: list[Point] = [
         (number * step, step / max(times[number] - times[number - 1], 1e-6)) for number in range(1, len(times))
     ]
-    first, last = times[2], times[-1] - times[-3]
+    first, last = max(times[2], 1e-6), max(times[-1] - times[-3], 1e-6)
     figures = {"last / first": first / last, "rate": case.jobs / times[-1]}
     return Sample(figures, checks, {"first_rate": 2 * step / first, "last_rate": 2 * step / last}, curve)
 

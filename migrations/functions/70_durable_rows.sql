@@ -171,13 +171,23 @@ begin
   return v_job;
 end $$;
 
--- Guarantees: whether any chunk of the job may still run, or runs. Three index probes.
-create or replace function relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean default true) returns boolean
+-- Guarantees: whether any chunk of the job may still run, or runs. Three index probes; p_from is where to look first: in the
+--   middle of a job the next chunk waits behind the one that has just ended, and dead index entries lie before it.
+create or replace function relay.durable_has_open(
+  p_tenant text, p_job_id uuid, p_running boolean default true, p_from bigint default null)
+returns boolean
 language plpgsql
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 begin
+  if p_from is not null and (
+      select true from relay.durable_chunk c
+      where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq > p_from and c.status in ('pending', 'retry')
+        and c.available_at is null
+      order by c.seq limit 1) then
+    return true;
+  end if;
   if (select true from relay.durable_chunk c
       where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status in ('pending', 'retry') and c.available_at is null
       order by c.seq limit 1) then

@@ -67,12 +67,12 @@ begin
 end $$;
 
 -- Guarantees: of a job that is queued or running, and that nobody has locked to change its status, claims at most p_limit chunks, the
---   lowest seq that nobody has locked first. A queued job is running from then on, and 'started' is told; 'chunk_claimed' is told
+--   lowest seq above p_after that nobody has locked first. A queued job is running from then on, and 'started' is told; 'chunk_claimed' is told
 --   once for all of them. A row each; params in the first. job_open = the job can be claimed from.
 -- Locks: the job's row, FOR KEY SHARE SKIP LOCKED (the first claim: FOR NO KEY UPDATE SKIP LOCKED); the chunks, FOR UPDATE SKIP
 --   LOCKED. It never waits.
 create or replace function relay.durable_take(
-  p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval)
+  p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_after bigint default 0)
 returns table (
   outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint,
   payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint,
@@ -96,7 +96,8 @@ begin
   end if;
   select array_agg(l.row_id), array_agg(l.seq) into v_rows, v_seqs
   from (select c.ctid as row_id, c.seq from relay.durable_chunk c
-        where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status in ('pending', 'retry') and c.available_at is null
+        where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq > p_after and c.status in ('pending', 'retry')
+          and c.available_at is null
         order by c.seq limit p_limit for update skip locked) l;
   if v_rows is null then
     return;
@@ -145,13 +146,16 @@ end $$;
 --   claimed of one that was paused or ended before. Tenants take turns, beginning behind p_start, first an equal share each,
 --   then what is left; null in the array is the tenant that the caller has bound.
 --   p_token is new for every call; each later write must name job id, seq, token and lease_version.
+--   p_after names jobs of which only chunks above a number are looked at, {"job id": number}: those below the caller has just had. It is
+--   for who claims a large job batch by batch while an old transaction keeps all dead index entries alive, which each claim from
+--   the beginning wades through. Chunks that come back lie below it, so what it leaves out is claimed without it soon after.
 --   Rows of outcome 'claimed'; params come with the first chunk of a job. A row 'waiting' tells in `wait` how long until the
 --   tenant's next retry is due.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: as durable_take. It never waits.
 create or replace function relay.durable_claim(
   p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval,
-  p_start bigint default 0)
+  p_start bigint default 0, p_after jsonb default null)
 returns table (
   outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint,
   payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint,
@@ -220,9 +224,11 @@ begin
                     where a.tenant_id = v_tenant and a.kind = k.kind and a.status in ('queued', 'running')
                       and (a.rank, a.job_seq, a.job_id) > (v_rank, v_seq, v_job)
                     order by a.rank, a.job_seq, a.job_id offset 0) b
+              -- By itself: a cast of text is not leakproof, and under row security could not be an index condition.
+              cross join lateral (select coalesce((p_after ->> b.job_id::text)::bigint, 0) as seq offset 0) w
               cross join lateral (
                 select 1 from relay.durable_chunk c
-                where c.tenant_id = v_tenant and c.job_id = b.job_id and c.status in ('pending', 'retry')
+                where c.tenant_id = v_tenant and c.job_id = b.job_id and c.seq > w.seq and c.status in ('pending', 'retry')
                   and c.available_at is null
                 order by c.seq limit 1) h
               order by b.rank, b.job_seq, b.job_id limit v_look) j
@@ -234,7 +240,9 @@ begin
           v_k := v_found.i;
           continue when v_limits[v_k] <= 0;
           return query
-          select t.* from relay.durable_take(v_tenant, v_job, least(v_quota, v_limits[v_k]), p_claimed_by, p_token, p_lease) t;
+          select t.* from relay.durable_take(
+            v_tenant, v_job, least(v_quota, v_limits[v_k]), p_claimed_by, p_token, p_lease,
+            coalesce((p_after ->> v_job::text)::bigint, 0)) t;
           get diagnostics v_got = row_count;
           v_limits[v_k] := v_limits[v_k] - v_got;
           v_quota := v_quota - v_got;

@@ -189,7 +189,7 @@ begin
   else
     raise exception 'the lease of this chunk is lost' using errcode = 'S2041';
   end if;
-  last := not relay.durable_has_open(v_tenant, p_job_id, false);
+  last := not relay.durable_has_open(v_tenant, p_job_id, false, p_seq);
   perform relay.unbind_tenant(v_before);
 end $$;
 
@@ -255,8 +255,8 @@ begin
         v_tenant, v_now, v_ns, v_rows, (select array_agg(o.value::jsonb order by o.i)
                                         from unnest(p_outcomes) with ordinality as o (value, i)), p_rows_done, p_rows_failed);
     end if;
-    select coalesce(jsonb_object_agg(u.job_id, not relay.durable_has_open(v_tenant, u.job_id, false)), '{}') into v_last
-    from (select distinct p_job_ids[p.n] as job_id from unnest(v_places) as p (n)) u
+    select coalesce(jsonb_object_agg(u.job_id, not relay.durable_has_open(v_tenant, u.job_id, false, u.seq)), '{}') into v_last
+    from (select p_job_ids[p.n] as job_id, max(p_seqs[p.n]) as seq from unnest(v_places) as p (n) group by 1) u
     where u.job_id is not null;
     return query
     select u.n, 'applied', (v_last ->> p_job_ids[u.n]::text)::boolean from unnest(v_ns) as u (n);

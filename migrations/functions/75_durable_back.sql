@@ -45,7 +45,7 @@ begin
       array[jsonb_strip_nulls(jsonb_build_object(
         'attempt', v_row.attempts, 'error', left(p_message, 1000), 'retryable', p_retryable,
         'delay_ms', case when v_at is not null then round(extract(epoch from p_delay) * 1000) end))]);
-    last := not relay.durable_has_open(v_tenant, p_job_id, false);
+    last := not relay.durable_has_open(v_tenant, p_job_id, false, p_seq);
   end if;
   perform relay.unbind_tenant(v_before);
 end $$;

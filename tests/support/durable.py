@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -86,12 +86,14 @@ async def claim(
     lease: float = 30,
     token: UUID | None = None,
     start: int = 0,
+    after: Mapping[UUID, int] | None = None,
 ) -> list[Lease]:
     """Claim over all jobs."""
     token = token or uuid4()
     rows = await worker.fetch(
-        "select * from relay.durable_claim($1, $2, $3, $4, $5, $6, $7, $8)",
+        "select * from relay.durable_claim($1, $2, $3, $4, $5, $6, $7, $8, $9)",
         list(tenants), list(kinds), limits, limit, by, token, seconds(lease), start,
+        None if after is None else json.dumps({str(job_id): seq for job_id, seq in after.items()}),
     )  # fmt: skip
     return _leases(rows, token)
 
