@@ -1,8 +1,13 @@
-"""SIGKILL of relays at random, again and again: rows that handlers write under the fence are there exactly once."""
+"""SIGKILL of relays at random, again and again: rows that handlers write under the fence are there exactly once.
+
+So they are where a relay was stopped until its leases were over and then goes on, and where its sessions are cut.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections import Counter
 from functools import partial
@@ -11,12 +16,13 @@ from uuid import UUID
 import anyio
 import pytest
 
+from dispatch_core.dev.logins import WORKER_LOGIN
 from dispatch_core.durable import ChunkSpec, ChunkStatus, DurableRepository
 from dispatch_core.ids import new_id
 from tests.support import durable
 from tests.support.databases import TestDatabase
 from tests.support.durable import EVENT
-from tests.support.durable_process import BAD_EVERY, TARGET, Nursery, draw, nursery
+from tests.support.durable_process import BAD_EVERY, DURABLE, TARGET, Nursery, draw, nursery
 from tests.support.eventually import eventually
 from tests.support.protocol import TENANT, Connection
 
@@ -49,12 +55,14 @@ async def _submit(people: DurableRepository, chance: random.Random, *, idempoten
 class _Play:
     """Jobs, two relays that are killed, and one whom nobody kills and who only sweeps."""
 
-    def __init__(self, relays: Nursery, people: DurableRepository, seed: int) -> None:
+    def __init__(self, relays: Nursery, admin: Connection, people: DurableRepository, seed: int) -> None:
         self.relays = relays
+        self.admin = admin
         self.people = people
         self.chance = random.Random(seed)
         self.jobs: list[UUID] = []
         self.deaths: Counter[str] = Counter()
+        self.trouble: Counter[str] = Counter()
         self.orders: dict[int, str] = {}
 
     async def kill(self, rounds: int) -> None:
@@ -65,10 +73,14 @@ class _Play:
             if len(self.jobs) < 2 or await self._has_ended(self.jobs[-2]):
                 self.jobs.append(await _submit(self.people, chance, idempotent=len(self.jobs) % 2 == 0))
             while len(self.relays.alive) < 3:
-                order = draw(chance)
+                order = draw(chance) | {"durable": {"skip_locked_claims": chance.random() < 0.7}}
                 self.orders[await self.relays.fork(**order)] = order.get("step", "by the clock")
             victim = self.relays.alive[chance.randint(1, 2)]
             how = self.orders[victim]
+            if chance.random() < 0.2:
+                await self._cut_a_session()
+            if self.deaths.total() % 20 == 10:
+                await self._stall(victim)
             if how == "by the clock":
                 await anyio.sleep(chance.uniform(0.0, 0.25))
             else:
@@ -76,6 +88,23 @@ class _Play:
                 with anyio.move_on_after(1):
                     await eventually(partial(self.relays.has_died, victim), interval=0.005)
             self.deaths[how if not self.relays.kill(victim) else "by the clock"] += 1
+
+    async def _cut_a_session(self) -> None:
+        """End a session of a relay's, whatever is under way on it: a commit, perhaps, whose reply is lost then."""
+        self.trouble["session cut"] += 1
+        await self.admin.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()"
+            " and usename = $1 order by random() limit 1",
+            WORKER_LOGIN,
+        )
+
+    async def _stall(self, pid: int) -> None:
+        """Stop a process for longer than its leases are; what it says afterwards is refused."""
+        self.trouble["stalled"] += 1
+        if not self.relays.has_died(pid):
+            os.kill(pid, signal.SIGSTOP)
+            await anyio.sleep(1.3 * DURABLE["lease_seconds"])
+            os.kill(pid, signal.SIGCONT)
 
     async def _has_ended(self, job_id: UUID) -> bool:
         (job,) = await self.people.jobs(TENANT, [job_id])
@@ -109,7 +138,7 @@ async def test_rows_of_handlers_are_there_exactly_once_however_often_their_relay
     await admin.execute(TARGET)
     began = time.monotonic()
     async with nursery(database.worker_dsn) as relays:
-        play = _Play(relays, DurableRepository(gateway), seed)
+        play = _Play(relays, admin, DurableRepository(gateway), seed)
         await play.kill(rounds)
         await play.end()
     seconds = time.monotonic() - began
@@ -136,7 +165,7 @@ async def test_rows_of_handlers_are_there_exactly_once_however_often_their_relay
         assert (await durable.told(gateway, job_id)).count("completed") == 1
     told = Counter(r[0] for r in await admin.fetch(f"select type from {EVENT}"))
     print(
-        f"{rounds} deaths {dict(play.deaths)}, {len(jobs)} jobs, {len(jobs) * len(rows)} rows, "
+        f"{rounds} deaths {dict(play.deaths)}, {dict(play.trouble)}, {len(jobs)} jobs, {len(jobs) * len(rows)} rows, "
         f"{told['chunk_reaped']} chunks reaped, {told['resolved']} resolved, {seconds:.1f} s"
     )
     assert told["chunk_reaped"] > 0
