@@ -144,6 +144,32 @@ async def test_a_backlog_takes_few_statements(database: TestDatabase, gateway: A
     assert not [s for s in statements if "durable_heartbeat(" in s]
 
 
+async def test_of_a_batch_of_like_completions_only_the_numbers_go_to_the_server_and_one_row_comes_back(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver looks at every element of an array, and at every row."""
+    job_id = await Work(gateway).submit(200)
+    fetch, elements, rows = asyncpg.Connection.fetch, 0, 0
+
+    async def spy(self: Any, query: str, *args: Any, **options: Any) -> Any:
+        nonlocal elements, rows
+        answer = await fetch(self, query, *args, **options)
+        if "durable_complete_many(" in query:
+            elements += sum(len(arg) for arg in args if isinstance(arg, list))
+            rows += len(answer)
+        return answer
+
+    monkeypatch.setattr(asyncpg.Connection, "fetch", spy)
+    relay = chunk_relay(
+        database, chunk_concurrency=200, chunk_claim_batch=200, chunk_complete_batch=200, durable=SELDOM, **NEVER
+    )
+    relay.chunk_handler(KIND)(_nothing)
+    await relay.run(drain=True)
+    assert (await Work(gateway).job(job_id)).chunks[ChunkStatus.DONE] == 200
+    assert 1 <= rows <= 5
+    assert elements <= 200 + 7 * rows
+
+
 async def test_while_claims_come_full_the_next_one_looks_behind_them_and_one_from_the_beginning_comes_last(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
