@@ -108,12 +108,9 @@ def job_document(job: DurableJob) -> dict[str, Any]:
 def print_jobs(jobs: Sequence[DurableJob]) -> None:
     """Print a list of jobs; a column in which there would be nothing is left out."""
     rows = [_job_cells(job) for job in jobs]
-    if len({job.tenant_id for job in jobs}) == 1:
-        for cells in rows:
-            del cells["tenant"]
-    if not any(cells["last error"] for cells in rows):
-        for cells in rows:
-            del cells["last error"]
+    left_out = {"tenant"} if len({job.tenant_id for job in jobs}) == 1 else set()
+    left_out |= {name for name in ("bad rows", "took", "last error") if not any(cells[name] for cells in rows)}
+    rows = [{name: cell for name, cell in cells.items() if name not in left_out} for cells in rows]
     right = ("done", "bad rows", "took")
     columns = [
         Column(name, no_wrap=True, justify="right" if name in right else "left", min_width=36 * (name == "job"))
