@@ -108,12 +108,12 @@ class ChunkCompleter:
     def put(self, slot: ChunkSlot) -> None:
         """Write `slot.end`; `settled` is called when the database has answered."""
         end = slot.end
-        if isinstance(end, Settled):
+        if isinstance(end, Done):
+            batcher = self._with_row_errors if end.row_errors else self._completions
+        elif isinstance(end, Settled):
             self._was_done(slot, end.last)
             self._settled((slot,))
             return
-        if isinstance(end, Done):
-            batcher = self._with_row_errors if end.row_errors else self._completions
         elif isinstance(end, Failed):
             batcher = self._failures
         else:

@@ -29,6 +29,9 @@ __all__ = ["ChunkContext", "Desk"]
 
 _Answer = TypeVar("_Answer")
 
+_DONE: Final = ChunkOutcome(None, 0, 0)
+"""What most handlers have to say, where nobody counts rows."""
+
 
 @dataclass(slots=True)
 class Desk:
@@ -271,6 +274,8 @@ class ChunkContext:
         A handler that counts no rows and says nothing has done all of them.
         """
         slot = self.slot
+        if value is None and not (slot.advanced or slot.rows_failed or slot.chunk.rows_total):
+            return _DONE
         done = failed = None
         if isinstance(value, ChunkOutcome):
             value, done, failed = value.value, value.rows_done, value.rows_failed
