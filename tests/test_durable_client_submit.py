@@ -126,6 +126,7 @@ async def test_numbers_and_text_come_back_as_they_were_given(database: TestDatab
         assert (await jobs.list())[0].params == [1, 2]
 
 
+@pytest.mark.invariant("J1")
 async def test_ten_thousand_chunks_come_in_batches_and_nobody_sees_a_part_of_them(
     database: TestDatabase, seen: Seen, admin: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ class _Stage:
 MOMENTS = ("begun", "checkpoint told", "checkpoint saved", "completion told", "completing", "done")
 
 
+@pytest.mark.invariant("J6")
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_paused_job_goes_on_after_its_resumption_and_each_chunk_is_there_once(
     database: TestDatabase, admin: Connection, gateway: Connection, moment: str
@@ -147,6 +148,7 @@ async def test_a_paused_job_goes_on_after_its_resumption_and_each_chunk_is_there
     assert (await durable.told(gateway, job_id)).count("completed") == 1
 
 
+@pytest.mark.invariant("J6")
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_nothing_runs_in_a_cancelled_job_and_what_it_had_written_is_there_with_its_chunk_or_not_at_all(
     database: TestDatabase, admin: Connection, gateway: Connection, moment: str

@@ -138,6 +138,7 @@ async def test_a_pool_of_one_connection_is_refused_with_chunk_handlers(database:
             await relay.run()
 
 
+@pytest.mark.invariant("J3")
 @pytest.mark.case("C17")
 @pytest.mark.invariant("I3")
 async def test_a_handler_that_blocks_the_event_loop_is_fenced_out_and_told(
