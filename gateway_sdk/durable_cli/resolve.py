@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Final, Literal
+from enum import Enum
+from typing import Annotated, Final
 from uuid import UUID
 
 import typer
@@ -36,16 +37,26 @@ from gateway_sdk.durable_cli.common import (
 __all__ = ["resolve"]
 
 PAGE: Final = 1000
+
+
+class Decision(str, Enum):  # noqa: UP042  (as in common)
+    """What is to become of a chunk."""
+
+    RETRY = "retry"
+    DONE = "done"
+    FAILED = "failed"
+
+
 MEANS: Final = {
-    "retry": "run again, with all attempts",
-    "done": "taken as done",
-    "failed": "taken as failed",
+    Decision.RETRY: "run again, with all attempts",
+    Decision.DONE: "taken as done",
+    Decision.FAILED: "taken as failed",
 }
 
 
 def resolve(
     job_id: JobArgument,
-    decision: Annotated[Literal["retry", "done", "failed"], typer.Argument(metavar="retry|done|failed")],
+    decision: Annotated[Decision, typer.Argument(metavar="retry|done|failed")],
     seqs: Annotated[list[int] | None, typer.Argument(metavar="SEQ…", help="The chunks.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="All chunks of the job that wait; asks first.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -113,19 +124,21 @@ async def _resolve(
     tenants: Sequence[str] | None,
     job_id: UUID,
     seqs: Sequence[int],
-    decision: str,
+    decision: Decision,
     actor: str | None,
     reason: str | None,
 ) -> dict[int, Resolved]:
     async with room_at(dsn, tenants) as room:
         tenant = await room.require(job_id)
         return {
-            seq: await room.verbs.resolve(tenant, job_id, seq, decision, actor=actor, channel=CHANNEL, note=reason)
+            seq: await room.verbs.resolve(
+                tenant, job_id, seq, decision.value, actor=actor, channel=CHANNEL, note=reason
+            )
             for seq in seqs
         }
 
 
-def _report(job_id: UUID, decided: dict[int, Resolved], decision: str, output: Output) -> None:
+def _report(job_id: UUID, decided: dict[int, Resolved], decision: Decision, output: Output) -> None:
     last = next(reversed(decided.values()))
     if output is Output.JSON:
         typer.echo(json_text([{"job_id": job_id, "seq": seq, **asdict(done)} for seq, done in decided.items()]))
@@ -141,10 +154,10 @@ def _report(job_id: UUID, decided: dict[int, Resolved], decision: str, output: O
         raise typer.Exit(NOTHING_MATCHED)
 
 
-def _says(done: Resolved, decision: str) -> str:
+def _says(done: Resolved, decision: Decision) -> str:
     match done.outcome:
         case "applied":
-            return f"to be {MEANS[decision]}" if decision == "retry" else MEANS[decision]
+            return f"to be {MEANS[decision]}" if decision is Decision.RETRY else MEANS[decision]
         case "too_late":
             return f"left as it is, {done.chunk_status}: it does not wait for a person"
         case "refused":
