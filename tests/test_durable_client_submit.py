@@ -30,7 +30,7 @@ from dispatch_core.errors import (
     TransactionRequiredError,
 )
 from dispatch_core.settings import DurableJobsSettings
-from gateway_sdk import durable_calls, lanes
+from gateway_sdk import durable_calls, durable_submit, lanes
 from tests.support import durable
 from tests.support.activity import wait_until_blocked, wait_until_statement_runs
 from tests.support.databases import TestDatabase
@@ -40,6 +40,12 @@ from tests.support.protocol import TENANT, Connection, connected, logins
 from tests.support.proxy import TcpProxy
 
 SMALL = DurableJobsSettings(insert_batch=3)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a submission be taken back in any time, however busy the machine is."""
+    monkeypatch.setattr(durable_submit, "_ABANDON_SECONDS", 20.0)
 
 
 class BrokenError(Exception):
@@ -285,8 +291,9 @@ async def test_a_submission_that_is_cancelled_in_a_statement_leaves_nothing_to_s
 
 
 async def test_a_cancellation_is_not_held_up_for_long_by_a_database_that_does_not_answer(
-    database: TestDatabase, seen: Seen
+    database: TestDatabase, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(durable_submit, "_ABANDON_SECONDS", 0.2)
     there = anyio.Event()
 
     async def chunks() -> AsyncIterator[int]:
@@ -305,6 +312,7 @@ async def test_a_cancellation_is_not_held_up_for_long_by_a_database_that_does_no
                 began = anyio.current_time()
                 group.cancel_scope.cancel()
             assert anyio.current_time() < began + 10
+            assert "could not be taken back, and will be swept" in caplog.text
             proxy.mode = "reset"
     assert await seen.nothing()
 
