@@ -50,6 +50,7 @@ begin
     if v_kind is distinct from p_kind then
       raise exception 'this job id is in use by another job' using errcode = 'S2010';
     end if;
+    perform relay.confirm_commit();
   elsif not coalesce(p_submitting, false) then
     perform relay.durable_tell(v_tenant, p_job_id, 'submitted', array[null::bigint], p_created_by, 'submit', null, null);
   end if;

@@ -370,6 +370,10 @@ begin
       select k.kind, k.params::text as params, k.idempotent, k.max_attempts from relay.durable_job k
       where k.tenant_id = v_tenant and k.job_id = r.job_id limit 1) j
     where r.lease_token = p_token and r.lease_expires_at > v_now;
+    if found then
+      -- Handlers are started for it: see claim_again.
+      perform relay.confirm_commit();
+    end if;
     v_before := relay.set_tenant(v_before);
   end loop;
 end $$;

@@ -186,6 +186,7 @@ begin
   elsif (select c.status = 'done' and c.lease_token = p_token and c.lease_version = p_version from relay.durable_chunk c
          where c.tenant_id = v_tenant and c.job_id = p_job_id and c.seq = p_seq) then
     outcome := 'repeated';
+    perform relay.confirm_commit();
   else
     raise exception 'the lease of this chunk is lost' using errcode = 'S2041';
   end if;
@@ -269,6 +270,7 @@ begin
         select c.status = 'done' and c.lease_token = p_tokens[u.n] and c.lease_version = p_versions[u.n] as mine
         from relay.durable_chunk c
         where c.tenant_id = v_tenant and c.job_id = p_job_ids[u.n] and c.seq = p_seqs[u.n] limit 1) l on true;
+      perform relay.confirm_commit();
     end if;
     v_before := relay.set_tenant(v_before);
   end loop;
