@@ -317,6 +317,12 @@ class Game(RuleBasedStateMachine):
         self.model.hold(fence(lease), {**after, "rows_done": rows}, [str(value)])
 
     @precondition(lambda self: self.model.held is not None)
+    @rule(action=st.sampled_from(("cancel", "pause", "resume")))
+    def decide_about_the_handlers_job(self, action: str) -> None:
+        assert self.held_lease is not None
+        self.control(self.held_lease.job_id, action)
+
+    @precondition(lambda self: self.model.held is not None)
     @rule(how=st.sampled_from(("commit", "rollback", "complete")))
     def end_the_handlers_transaction(self, how: str) -> None:
         held, lease = self.model.held, self.held_lease
@@ -522,8 +528,8 @@ class Game(RuleBasedStateMachine):
         return self.stage.run(call)
 
     def pick(self, lease: JobLease, turn: int) -> JobLease:
-        """Return this lease, or mostly one that is good now, where there is any."""
-        good = [one for one in self.granted if self.model.has_lease(fence(one))]
+        """Return this lease, or mostly one that a chunk runs under, where there is any."""
+        good = [one for one in self.granted if self.model.runs_under(fence(one))]
         return good[turn % len(good)] if good and turn else lease
 
     def saw(self, verb: str, outcome: object) -> None:

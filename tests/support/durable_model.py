@@ -128,8 +128,8 @@ class Model:
     def locked(self, job_id: UUID, seq: int) -> bool:
         return self.held is not None and self.held.fence[:2] == (job_id, seq)
 
-    def has_lease(self, fence: Fence) -> bool:
-        """Say whether this is the lease of a running chunk whose job was not cancelled."""
+    def runs_under(self, fence: Fence) -> bool:
+        """Say whether this is the lease of a running chunk, and has not run out."""
         job_id, seq, token, version = fence
         chunk = self.chunk(job_id, seq)
         return (
@@ -137,8 +137,11 @@ class Model:
             and chunk.status == "running"
             and (chunk.token, chunk.version) == (token, version)
             and not chunk.expired
-            and self.jobs[job_id].status != "cancelled"
         )
+
+    def has_lease(self, fence: Fence) -> bool:
+        """Say whether its holder may write under it: it runs, and its job was not cancelled."""
+        return self.runs_under(fence) and self.jobs[fence[0]].status != "cancelled"
 
     # --- submit -------------------------------------------------------------------------------------
 
@@ -272,14 +275,11 @@ class Model:
         return to
 
     def release(self, fence: Fence, to: str) -> tuple[str, str | None]:
-        job_id, seq, token, version = fence
-        chunk = self.chunk(job_id, seq)
-        if chunk is None or chunk.status != "running" or (chunk.token, chunk.version) != (token, version):
+        if not self.runs_under(fence):
             return "stale", None
-        if chunk.expired:
-            return "stale", None
-        to = "cancelled" if self.jobs[job_id].status == "cancelled" else to
-        chunk.move(to, "back")
+        job = self.jobs[fence[0]]
+        to = "cancelled" if job.status == "cancelled" else to
+        job.chunks[fence[1]].move(to, "back")
         return "applied", to
 
     # --- everybody ----------------------------------------------------------------------------------
