@@ -673,6 +673,7 @@ ALTER FUNCTION relay.durable_retire(p_tenant text, p_keep interval, p_abandoned 
 
 CREATE FUNCTION relay.durable_ring(p_tenant text, p_jobs uuid[], p_work boolean) RETURNS void
     LANGUAGE plpgsql
+    SET trace_notify TO 'off'
     AS $$ … $$;
 ALTER FUNCTION relay.durable_ring(p_tenant text, p_jobs uuid[], p_work boolean) OWNER TO relay_api;
 
@@ -1042,6 +1043,12 @@ CREATE FUNCTION relay.my_bindings() RETURNS TABLE(kind text, tenant_id text, rel
     AS $$ … $$;
 ALTER FUNCTION relay.my_bindings() OWNER TO relay_api;
 
+CREATE FUNCTION relay.notify(p_channel text, p_payload text) RETURNS void
+    LANGUAGE plpgsql
+    SET trace_notify TO 'off'
+    AS $$ … $$;
+ALTER FUNCTION relay.notify(p_channel text, p_payload text) OWNER TO relay_api;
+
 CREATE FUNCTION relay.now() RETURNS timestamp with time zone
     LANGUAGE sql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -1313,6 +1320,7 @@ ALTER FUNCTION relay.outbox_retry_parked(p_tenant text, p_older interval, p_limi
 
 CREATE FUNCTION relay.outbox_ring(p_tenant text) RETURNS void
     LANGUAGE plpgsql
+    SET trace_notify TO 'off'
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_ring(p_tenant text) OWNER TO relay_api;
 
@@ -1515,6 +1523,7 @@ ALTER FUNCTION relay.revoke_binding(p_login text, p_kind text, p_tenant text, p_
 CREATE FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
+    SET trace_notify TO 'off'
     AS $$ … $$;
 ALTER FUNCTION relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) OWNER TO relay_api;
 
@@ -2276,6 +2285,8 @@ REVOKE ALL ON FUNCTION relay.my_bindings() FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.my_bindings() TO relay_gateway;
 GRANT ALL ON FUNCTION relay.my_bindings() TO relay_worker;
 GRANT ALL ON FUNCTION relay.my_bindings() TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.notify(p_channel text, p_payload text) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.now() FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.now() TO relay_gateway;

@@ -27,6 +27,7 @@ INSIDE_OF_VERBS = {
     "drop_jobs",
     "request_digest",
     "claim_turn",
+    "notify",
     "outbox_drop",
     "outbox_back",
     "outbox_hold",

@@ -170,6 +170,8 @@ async def test_a_login_has_no_right_but_its_functions(
         "relay.drop_jobs('b', '{}', '{}', '{}')",
         "relay.request_digest('', '', '{}', '', 1)",
         "relay.claim_turn('b', 'one')",
+        "relay.notify('s2r', '')",
+        "relay.confirm_commit()",
         "relay.outbox_drop('b', '{}')",
         "relay.outbox_back('b', now(), '{}', '{}', '{}', '{}', '{}', 1, false)",
         "relay.outbox_hold('b', '{}')",
@@ -235,19 +237,19 @@ async def test_a_login_has_no_right_but_its_functions(
             ):
                 with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedObjectError)):
                     await connection.execute(statement)
-    assert len(internal) == 47
+    assert len(internal) == 49
 
 
 async def test_every_internal_function_is_among_those_that_were_tried(admin: Connection) -> None:
     callable_by_logins = set(verbs("t", "r", uuid4())) | {
         "now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due", "bound_tenant",
         "row_tenant", "outbox_tenants", "durable_tenants", "durable_tenants_due", "durable_sweep_turn",
-        "durable_run_sweeps",
+        "durable_run_sweeps", "durable_turns", "durable_all_tenants",
     }  # fmt: skip
     internal = {
         "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",
         "end_jobs", "return_jobs", "renew_jobs", "ready_jobs", "drop_jobs", "request_digest",
-        "claim_turn",
+        "claim_turn", "notify", "confirm_commit",
         "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
         "outbox_choose", "outbox_restart", "outbox_last", "outbox_matching",
         "durable_move", "durable_renew", "durable_done", "durable_tell", "durable_count", "durable_turn_to",

@@ -11,6 +11,9 @@
 -- LISTEN and NOTIFY know no rights. So a name is a digest over a secret of this installation, and is told only to a
 -- login that is bound; ringing goes through relay.ring, which tells no name to anybody. Advisory locks know no rights either:
 -- relay.claim_turn makes its numbers of such a name, kind 'claim', that is told to nobody.
+--
+-- With trace_notify, which anybody may set, the server tells a session each channel that it notifies: so a function that does is
+-- one that switches it off. A login rings channels for which it may not listen, and one that is all tenants'.
 
 -- Guarantees: a pure function of secret, kind, tenant and relay: lower case, ASCII, 44 bytes (PostgreSQL cuts a name at 63).
 --   The lengths keep ('a', 'bc') and ('ab', 'c') apart.
@@ -66,6 +69,17 @@ begin
     'result, outbox, durable or durable_watch' using errcode = 'S2020';
 end $$;
 
+-- Guarantees: a NOTIFY at this transaction's commit, and the caller's session is not told the channel's name.
+-- Locks: the commit takes the database-wide notification lock until its WAL is flushed.
+-- Internal. For verbs that seldom ring: with the SET clause on themselves each call of theirs would pay for it.
+create or replace function relay.notify(p_channel text, p_payload text) returns void
+language plpgsql
+set trace_notify = off
+as $$
+begin
+  perform pg_notify(p_channel, p_payload);
+end $$;
+
 -- Guarantees: one NOTIFY a row, at this transaction's commit. The arrays go side by side:
 --   kind 'wake' (tenant, relay, no payload), 'cancel' (tenant, relay, ids), 'result' and 'durable_watch' (tenant, ids),
 --   'durable' (tenant, ids or no payload). A payload is job ids in 32
@@ -78,6 +92,7 @@ end $$;
 create or replace function relay.ring(p_kinds text[], p_tenants text[], p_relays text[], p_payloads text[]) returns bigint
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
+set trace_notify = off
 as $$
 declare
   v_ring record;

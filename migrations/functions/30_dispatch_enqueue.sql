@@ -100,7 +100,7 @@ begin
               v_attempts, case when v_delay > interval '0' then v_now + v_delay end, v_now,
               coalesce(v_expires, v_now + v_ttl));
       if p_notify then
-        perform pg_notify(relay.channel_name('wake', v_tenant, v_relay), '');
+        perform relay.notify(relay.channel_name('wake', v_tenant, v_relay), '');
       end if;
     else
       v_known := p_job_ids;
@@ -171,7 +171,7 @@ begin
         select distinct coalesce(v_relay, u.relay_id) from unnest(p_job_ids, p_relay_ids) as u (job_id, relay_id)
         where v_new is null or v_new ? u.job_id::text
       loop
-        perform pg_notify(relay.channel_name('wake', v_tenant, v_name), '');
+        perform relay.notify(relay.channel_name('wake', v_tenant, v_name), '');
       end loop;
     end if;
   end if;

@@ -93,7 +93,7 @@ begin
         p_statuses, p_response_statuses, p_response_headers, p_response_bodies, p_error_codes, p_error_messages) e;
       if p_notify then
         -- 33 bytes an id: 200 of them stay below the 8000 bytes that a payload may have.
-        perform pg_notify(relay.channel_name('result', v_tenant, null), string_agg(replace(d.job_id::text, '-', ''), ','))
+        perform relay.notify(relay.channel_name('result', v_tenant, null), string_agg(replace(d.job_id::text, '-', ''), ','))
         from (select p_job_ids[u.n] as job_id, (u.i - 1) / 200 as part
               from unnest(v_ns) with ordinality as u (n, i)) d
         group by d.part;

@@ -136,6 +136,7 @@ end $$;
 -- Locks: the commit takes the database-wide notification lock until its WAL is flushed.
 create or replace function relay.outbox_ring(p_tenant text) returns void
 language plpgsql
+set trace_notify = off
 as $$
 begin
   -- One statement: each costs as much as a notification.

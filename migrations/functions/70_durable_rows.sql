@@ -246,6 +246,7 @@ end $$;
 -- Locks: the commit takes the database-wide notification lock until its WAL is flushed.
 create or replace function relay.durable_ring(p_tenant text, p_jobs uuid[], p_work boolean) returns void
 language plpgsql
+set trace_notify = off
 as $$
 begin
   -- 33 bytes an id: 200 of them stay below the 8000 bytes that a payload may have.

@@ -118,7 +118,7 @@ begin
     return query
     select u.n, 'stale', null::text from (select unnest(v_places) except select unnest(v_ns)) as u (n);
     if p_notify and v_ns is not null then
-      perform pg_notify(relay.channel_name('durable', v_tenant, null), '');
+      perform relay.notify(relay.channel_name('durable', v_tenant, null), '');
     end if;
     v_before := relay.set_tenant(v_before);
   end loop;
