@@ -211,7 +211,7 @@ async def test_all_verbs_by_many_sessions_at_once_never_deadlock_and_every_job_c
             for job_id in storm.jobs:
                 await durable.control(gateway, job_id, "resume")
             for row in await admin.fetch(f"select job_id, seq from {CHUNK} where status = 'needs_review'"):
-                await durable.resolve(gateway, *row, "retry")
+                await durable.resolve(gateway, row["job_id"], row["seq"], "retry")
             leases = await durable.claim(conn, 10_000)
             if not leases:
                 break
