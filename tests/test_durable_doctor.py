@@ -11,7 +11,7 @@ from dispatch_core.durable_health import DurableHealth
 from dispatch_core.migrate import migrate
 from tests.support import durable as sql
 from tests.support.databases import TestDatabase
-from tests.support.durable import CHUNK, JOB
+from tests.support.durable import CHUNK, EVENT, JOB
 from tests.support.protocol import Connection, logins
 
 
@@ -87,6 +87,7 @@ async def test_doctor_finds_jobs_that_nobody_works_on(
     assert [finding.verdict for finding in await found(database.gateway_dsn)] == ["pass"]
     for table in (JOB, CHUNK):
         await admin.execute(f"update {table} set updated_at = updated_at - interval '10 min'")
+    await admin.execute(f"update {EVENT} set at = at - interval '10 min'")
     (idle,) = await found(database.gateway_dsn)
     assert idle.found == "1 job has chunks to claim, and none under way, one for 10 min (import)"
     (lease,) = await sql.claim(worker)

@@ -43,25 +43,34 @@ begin
         from (select c.lease_expires_at from relay.durable_chunk c
               where c.tenant_id = v_tenant and c.status = 'running' order by c.job_id, c.seq offset 0) r
         where r.lease_expires_at <= v_now limit 10000) l;
-  select count(*), array_agg(distinct i.kind), v_now - min(greatest(i.updated_at, h.at)) into idle, idle_kinds, idle_for
-  from (select o.job_id, o.kind, o.updated_at
+  -- When anything last happened to a job of which nothing runs: its last event, and the chunks up to the first that can be
+  -- claimed, since claims take the lowest. All of its chunks may be too many to read.
+  select count(*), array_agg(distinct i.kind), v_now - min(greatest(i.updated_at, h.told_at, h.moved_at))
+  into idle, idle_kinds, idle_for
+  from (select o.job_id, o.kind, o.updated_at, f.seq
         from (select j.job_id, j.kind, j.updated_at from relay.durable_job j
               where j.tenant_id = v_tenant and j.status in ('queued', 'running')
               order by j.kind, j.rank, j.job_seq, j.job_id offset 0) o
-        where (coalesce((select true from relay.durable_chunk c
-                         where c.tenant_id = v_tenant and c.job_id = o.job_id and c.status in ('pending', 'retry')
-                           and c.available_at is null order by c.seq limit 1), false)
-               or coalesce((select true from relay.durable_chunk c
-                            where c.tenant_id = v_tenant and c.job_id = o.job_id and c.available_at is not null
-                              and c.available_at <= v_now order by c.seq limit 1), false))
+        cross join lateral (
+          select least(
+            (select c.seq from relay.durable_chunk c
+             where c.tenant_id = v_tenant and c.job_id = o.job_id and c.status in ('pending', 'retry') and c.available_at is null
+             order by c.seq limit 1),
+            (select c.seq from relay.durable_chunk c
+             where c.tenant_id = v_tenant and c.job_id = o.job_id and c.available_at is not null and c.available_at <= v_now
+             order by c.seq limit 1)) as seq) f
+        where f.seq is not null
           and not coalesce((select true from relay.durable_chunk c
                             where c.tenant_id = v_tenant and c.job_id = o.job_id and c.status = 'running'
                             order by c.seq limit 1), false)
         limit 100) i
   cross join lateral (
-    select max(c.updated_at) as at
-    from (select k.updated_at from relay.durable_chunk k
-          where k.tenant_id = v_tenant and k.job_id = i.job_id order by k.seq offset 0) c) h;
+    select (select e.at from relay.durable_event e
+            where e.tenant_id = v_tenant and e.job_id = i.job_id order by e.xid desc, e.n desc limit 1) as told_at,
+           (select max(n.updated_at)
+            from (select k.updated_at from relay.durable_chunk k
+                  where k.tenant_id = v_tenant and k.job_id = i.job_id and k.seq <= i.seq
+                  order by k.seq desc limit 100) n) as moved_at) h;
   perform relay.unbind_tenant(v_before);
   return next;
 end $$;
