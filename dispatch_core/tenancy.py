@@ -18,17 +18,38 @@ As a sub-select it is evaluated once a statement; called plainly, once a row.
 """
 
 _BYPASS_SQL: Final = """
-select case
-         when login.rolsuper then 'it is a superuser'
-         when login.rolbypassrls then 'it has BYPASSRLS'
-         when exists (select from pg_catalog.pg_roles as owner
-                      where owner.rolname = 'relay_owner'
-                        and pg_catalog.pg_has_role(login.oid, owner.oid, 'member'))
-           then 'it is a member of relay_owner, which owns the tables'
-       end
+select w.why
 from pg_catalog.pg_roles as login
-where login.rolname = current_user
+cross join lateral (
+  select case
+           when login.rolsuper then 'it is a superuser'
+           when login.rolbypassrls then 'it has BYPASSRLS'
+           when login.rolreplication then 'it has REPLICATION, and may read the log of all changes'
+           when login.rolcreaterole and pg_catalog.current_setting('server_version_num')::int < 160000
+             then 'it has CREATEROLE, and may make itself a member of any role'
+           else coalesce(
+             (select 'it is a member of ' || g.name || ', ' || g.why
+              from (values (1, 'relay_owner', 'which owns the tables'),
+                           (2, 'relay_api', 'as which the functions run'),
+                           (3, 'relay_sweep', 'which sees every tenant'),
+                           (4, 'pg_write_all_data', 'and may give itself any binding'),
+                           (5, 'pg_execute_server_program', 'and may do there what the server may'),
+                           (6, 'pg_write_server_files', 'and may do there what the server may'),
+                           (7, 'pg_read_server_files', 'and may read the files of the tables'))
+                   as g (n, name, why)
+              join pg_catalog.pg_roles as r on r.rolname = g.name
+              where pg_catalog.pg_has_role(login.oid, r.oid, 'member')
+              order by g.n limit 1),
+             (select 'it may write relay.role_binding, and so give itself any binding'
+              from pg_catalog.pg_class as c
+              join pg_catalog.pg_namespace as s on s.oid = c.relnamespace
+              where s.nspname = 'relay' and c.relname = 'role_binding'
+                and pg_catalog.has_table_privilege(login.oid, c.oid, 'insert, update')))
+         end as why) as w
+where login.rolname in (current_user, session_user) and w.why is not null
+limit 1
 """
+# Of both: a superuser who has turned into a plain role can turn back.
 
 
 class _Connection(Protocol):
@@ -39,6 +60,8 @@ class _Connection(Protocol):
 
 async def bypasses_row_security(conn: _Connection) -> str | None:
     """Return why row security does not bind the login of `conn` (part of a sentence), or None where it does.
+
+    Also where it binds the login today, and the login may undo that by itself.
 
     Transaction: joins the caller's, if there is one.
     """

@@ -431,13 +431,26 @@ async def test_a_login_that_bypasses_row_security_is_told_why(
         for change, reason in (
             (f"alter role {name} bypassrls", "BYPASSRLS"),
             (f"alter role {name} nobypassrls; grant relay_owner to {name}", "member of relay_owner"),
+            (f"revoke relay_owner from {name}; grant relay_api to {name}", "member of relay_api"),
+            (f"revoke relay_api from {name}; grant relay_sweep to {name}", "member of relay_sweep"),
+            (f"revoke relay_sweep from {name}; grant pg_write_all_data to {name}", "member of pg_write_all_data"),
+            (f"revoke pg_write_all_data from {name}; grant pg_read_server_files to {name}", "files of the tables"),
+            (f"revoke pg_read_server_files from {name}; alter role {name} replication", "REPLICATION"),
+            (f"alter role {name} noreplication; grant insert on relay.role_binding to {name}", "relay.role_binding"),
+            (f"revoke all on relay.role_binding from {name}; alter role {name} superuser", "superuser"),
+            # It is a plain role from its first statement on, and a superuser whenever it likes.
+            (f"alter role {name} set role = relay_gateway", "superuser"),
         ):
             await admin.execute(change)
             conn = await connect(database.dsn(name))
             assert reason in str(await bypasses_row_security(conn))
             await close_connection(conn)
+        await admin.execute(f"alter role {name} nosuperuser; alter role {name} reset role")
+        conn = await connect(database.dsn(name))
+        assert await bypasses_row_security(conn) is None
+        await close_connection(conn)
     finally:
-        await admin.execute(f"drop role {name}")
+        await admin.execute(f"drop owned by {name}; drop role {name}")
 
 
 # --- connections that are kept ---

@@ -40,6 +40,8 @@ async def test_an_empty_database_says_so(bare_database: TestDatabase) -> None:
         (f"alter table {QUEUE} owner to postgres", f"{QUEUE} belongs to postgres, not to relay_owner"),
         ("create table relay.mine (id int)", "relay.mine belongs to postgres, not to relay_owner"),
         (f"grant select on {QUEUE} to public", f"PUBLIC has SELECT on {QUEUE}"),
+        ("grant insert on relay.role_binding to relay_worker", "relay_worker has INSERT on relay.role_binding"),
+        ("grant select on relay.installation to relay_operator", "relay_operator has SELECT on relay.installation"),
         ("grant create on schema relay to relay_api", "relay_api may create in schema relay"),
         ("grant create on schema relay to public", "PUBLIC may create in schema relay"),
         ("alter function relay.now() owner to postgres", "relay.now() belongs to postgres, which is no owner of ours"),

@@ -1,7 +1,7 @@
 """What the server tells a session of what its calls do inside: no channel, no secret, nothing that is another's.
 
-A session may ask the server to talk: of each channel that it notifies, of the parse tree and the plan of each statement,
-also of those inside of functions that run as somebody else. In these trees a text is the list of its bytes.
+A session may ask the server to talk: of each channel that it notifies, of the parse tree and the plan of each
+statement, also of those inside of functions that run as somebody else. In these trees a text is the list of its bytes.
 """
 
 from __future__ import annotations

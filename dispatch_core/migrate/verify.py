@@ -74,10 +74,15 @@ order by 1
 """
 
 _TABLE_RIGHTS = """
-select format('PUBLIC has %s on %s', string_agg(a.privilege_type, ', ' order by a.privilege_type), c.oid::regclass)
+select format('%s has %s on %s', case a.grantee when 0 then 'PUBLIC' else a.grantee::regrole::text end,
+              string_agg(a.privilege_type, ', ' order by a.privilege_type), c.oid::regclass)
 from pg_class c join pg_namespace n on n.oid = c.relnamespace, aclexplode(c.relacl) a
-where n.nspname = 'relay' and a.grantee = 0
-group by c.oid
+where n.nspname = 'relay'
+  and (a.grantee = 0
+       -- Row security stands before no others: whoever writes the one has every right, who reads the other every channel.
+       or c.relname in ('role_binding', 'installation')
+          and a.grantee::regrole::text not in (c.relowner::regrole::text, 'relay_api', 'relay_sweep'))
+group by a.grantee, c.oid
 order by 1
 """
 
