@@ -51,7 +51,7 @@ def watch(
         float, typer.Option("--interval", min=0.2, metavar="SECONDS", help="Look so often, beside being told.")
     ] = 2.0,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", min=0, metavar="SECONDS", help="Watch at most so long.")
+        float | None, typer.Option("--timeout", min=0, metavar="SECONDS", help="Watch at most so long; 0 looks once.")
     ] = None,
     tenant: TenantsOption = None,
     dsn: DsnOption = None,
@@ -110,8 +110,8 @@ async def _watch(
     screen: Screen,
 ) -> DurableJob | None:
     """Watch; return the job as it was when there was nothing more to wait for, None past the timeout."""
-    look = _Look(job_id, interval, screen)
-    with anyio.move_on_after(timeout), screen:
+    with anyio.CancelScope() as scope, screen:
+        look = _Look(job_id, interval, timeout, screen, scope)
         while True:
             try:
                 async with room_at(dsn, tenants, command_timeout=STATEMENT_SECONDS) as room:
@@ -129,11 +129,15 @@ async def _watch(
 class _Look:
     """What is known of the job so far; it outlives a connection."""
 
-    def __init__(self, job_id: UUID, interval: float, screen: Screen) -> None:
+    def __init__(
+        self, job_id: UUID, interval: float, timeout: float | None, screen: Screen, scope: anyio.CancelScope
+    ) -> None:
         self.has_begun = False
         self._job_id = job_id
         self._interval = interval
+        self._timeout = timeout
         self._screen = screen
+        self._scope = scope
         self._cursor: str | None = None
 
     async def on(self, room: Room, listen_dsn: str) -> DurableJob:
@@ -163,6 +167,8 @@ class _Look:
             self._screen.show(job)
             if is_over(job):
                 return job
+            if self._timeout is not None:  # it begins with the first look, so that one is always shown
+                self._scope.deadline, self._timeout = anyio.current_time() + self._timeout, None
             pause = max(LEAST_SECONDS, SHARE * (time.monotonic() - began))
             await anyio.sleep(pause)
             await bell.wait(max(self._interval - pause, 0))
