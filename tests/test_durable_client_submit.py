@@ -477,7 +477,7 @@ async def test_an_outage_that_lasts_too_long_is_a_retryable_error_and_the_same_s
 
         outages: list[int] = []
         dsn = proxy.dsn(database.gateway_dsn)
-        async with open_client(dsn, durable=SMALL, write_timeout_seconds=0.3, connect_timeout_seconds=1) as client:
+        async with open_client(dsn, durable=SMALL, write_timeout_seconds=2, connect_timeout_seconds=2) as client:
             jobs = client.tenant(TENANT).durable
             with pytest.raises(DatabaseUnavailableError) as caught:
                 await jobs.submit("import", chunks())
