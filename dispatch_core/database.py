@@ -22,7 +22,6 @@ from uuid import UUID
 import anyio
 import asyncpg
 
-from dispatch_core.backoff import Backoff
 from dispatch_core.errors import (
     ConfigurationError,
     ConnectionLostError,
@@ -407,10 +406,6 @@ _KEPT_SECONDS: Final = 60.0
 # As the driver's pool does with those above its smallest size.
 _IDLE_SECONDS: Final = 300.0
 
-# Between tries to reach a database that could not be reached, by whomever: each caller has a backoff of its own.
-_AWAY_BASE_SECONDS: Final = 0.05
-_AWAY_CAP_SECONDS: Final = 1.0
-
 
 class _Kept:
     """A connection of the driver's pool that is lent, or kept for the next one who asks."""
@@ -520,10 +515,6 @@ class Database:
         pool of the caller's, where that is not seen, how many were lent."""
         self._silent_until = 0.0
         """The database has let us wait for the whole of the time that putting a connection away may take."""
-        self._away = Backoff(_AWAY_BASE_SECONDS, _AWAY_CAP_SECONDS)
-        self._away_until = 0.0
-        self._away_error: RelayDispatchError | None = None
-        """Why it could not be reached when that was tried last; None where it could."""
 
     @classmethod
     def wrap(cls, pool: Any, *, connect_timeout: float = 10.0, command_timeout: float = 30.0) -> Database:
@@ -565,11 +556,21 @@ class Database:
                     reset=_no_reset,
                 )
                 first: list[_Kept] = []
+
+                async def open_one() -> None:
+                    first.append(_Kept(pool, cast("Connection", await pool.acquire()), self._generation))
+
                 try:
                     with anyio.fail_after(self._connect_timeout + 0.5):
                         await pool
-                        while len(first) < self._min_size:
-                            first.append(_Kept(pool, cast("Connection", await pool.acquire()), self._generation))
+                        if self._min_size:
+                            await open_one()  # by itself: what is wrong is wrong for all, and raised as it is
+                        async with anyio.create_task_group() as group:
+                            for _ in range(self._min_size - 1):
+                                group.start_soon(open_one)
+                except BaseExceptionGroup as faults:
+                    pool.terminate()
+                    raise faults.exceptions[0] from None
                 except BaseException:
                     pool.terminate()
                     raise
@@ -679,33 +680,13 @@ class Database:
             # From before: what retires connections meanwhile means this one too.
             generation = self._generation
             try:
-                return _Kept(pool, await self._acquire(pool), generation)
+                conn = await pool.acquire()
+                self.opened += not self._owns_pool
+                return _Kept(pool, conn, generation)
             except BaseException:
                 self._give_up_place()
                 raise
         raise DatabaseUnavailableError("no connection was free, or could be opened, in time; nothing was sent")
-
-    async def _acquire(self, pool: Any) -> Connection:
-        """Acquire from the driver's pool, unless what that would open was out of reach a moment ago, for anybody."""
-        away = self._away_error
-        if away is not None:
-            if time.monotonic() < self._away_until:
-                raise DatabaseUnavailableError(str(away), sqlstate=getattr(away, "sqlstate", None))
-            # This one tries; those who come meanwhile are told what is known.
-            self._away_until = time.monotonic() + _AWAY_CAP_SECONDS
-        try:
-            conn: Connection = await pool.acquire()
-        except Exception as error:
-            found = translate(error, connecting=True) or error
-            if self._owns_pool and isinstance(found, DatabaseUnavailableError):
-                self._away_error = found
-                self._away_until = time.monotonic() + self._away.next()
-            raise
-        self.opened += not self._owns_pool
-        if away is not None:
-            self._away_error = None
-            self._away.reset()
-        return conn
 
     async def _wait_for_place(self) -> _Kept | None:
         """Wait for a connection that somebody gives back, or (None) for leave to open one."""

@@ -15,7 +15,6 @@ from dispatch_core.dev.cluster import free_port
 from dispatch_core.errors import DatabaseError, DatabaseUnavailableError
 from dispatch_core.hosts import hosts_of
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually
 from tests.support.proxy import TcpProxy
 
 
@@ -124,36 +123,3 @@ async def test_without_a_target_of_several_hosts_the_one_that_takes_writes_is_ch
         await connect(dsn_of(database.gateway_dsn, port, port))
     conn = await connect(dsn_of(database.gateway_dsn, port, port, query="target_session_attrs=any"))
     await close_connection(conn)
-
-
-async def test_while_a_database_is_away_one_tries_for_all_who_want_a_connection(database: TestDatabase) -> None:
-    """Each has a backoff of its own, and together they would hammer at it; they are told at once what is known."""
-    async with TcpProxy.before(database.gateway_dsn) as way:
-        way.mode = "reset"
-        async with Database(way.dsn(database.gateway_dsn), min_size=0) as pool:
-            calls = refused = 0
-
-            async def ask() -> None:
-                nonlocal calls, refused
-                for _ in range(25):
-                    calls += 1
-                    try:
-                        await pool.execute("select 1")
-                    except DatabaseUnavailableError:
-                        refused += 1
-                    await anyio.sleep(0.01)
-
-            async with anyio.create_task_group() as group:
-                for _ in range(10):
-                    group.start_soon(ask)
-            assert calls == refused == 250
-            assert way.accepted < 25
-            way.mode = "pass"
-
-            async def answers() -> bool:
-                try:
-                    return [tuple(row) for row in await pool.execute("select 1")] == [(1,)]
-                except DatabaseUnavailableError:
-                    return False
-
-            await eventually(answers, 3)

@@ -127,11 +127,11 @@ async def test_a_failover_under_load_loses_nothing_and_work_resumes_by_notify(
             load.stop()
             load.accepted |= set(await answers_by_notify(client, here, within=resumed - time.monotonic()))
             print(f"{how}: by notify {time.monotonic() - promoted:.1f} s after the promotion")
-            # Two hosts, two pools and two listeners in this process; the tries of a pool are everybody's.
+            # Two hosts, two pools and two listeners in this process, 200 enqueues a second; each backs off by itself.
             before, since = attempts.between(began, promoted), attempts.between(promoted, time.monotonic())
             print(f"{how}: {before} tries to connect before the promotion, {since} since; {len(load.refused)} refused")
-            assert before < 30 + 20 * (promoted - began)
-            assert since < 30 + 20 * (time.monotonic() - promoted)
+            assert before < 60 + 60 * (promoted - began)
+            assert since < 60 + 60 * (time.monotonic() - promoted)
             await audit(pair.admin_dsn(name, of_standby=True), load, journal)
     journal.close()
 
