@@ -321,7 +321,6 @@ class DurableChunk:
     status: ChunkStatus
     attempts: int
     lease_version: int
-    lease_token: UUID | None = field(repr=False)
     lease_expires_at: datetime | None
     claimed_by: str | None
     claimed_at: datetime | None

@@ -106,7 +106,6 @@ def chunk_of(row: Mapping[str, Any], tenant: str | None) -> DurableChunk:
         ChunkStatus(row["status"]),
         row["attempts"],
         row["lease_version"],
-        row["lease_token"],
         row["lease_expires_at"],
         row["claimed_by"],
         row["claimed_at"],

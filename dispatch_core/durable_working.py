@@ -50,9 +50,9 @@ _CLAIM_CHUNK: Final = (
 _CLAIM_AGAIN: Final = "select * from relay.durable_claim_again($1::text[], $2::uuid)"
 _CANDIDATES: Final = "select * from relay.durable_candidates($1::text, $2::text[], $3::bigint, $4::uuid)"
 _TENANTS: Final = "select tenant_id from relay.durable_tenants($1::text[]) order by 1"
-# An array of one stands for as many of the same ($3 has them all); and one row stands for all that had the same answer.
+# An array of one stands for as many of the same ($3 has them all).
 _HEARTBEAT: Final = """
-select outcome, job_status, pg_catalog.array_agg(n) as places from relay.durable_heartbeat(
+select outcome, job_status, places from relay.durable_heartbeat(
   case pg_catalog.cardinality($1::text[]) when 1
     then pg_catalog.array_fill(($1::text[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $1::text[] end,
   case pg_catalog.cardinality($2::uuid[]) when 1
@@ -62,8 +62,7 @@ select outcome, job_status, pg_catalog.array_agg(n) as places from relay.durable
     then pg_catalog.array_fill(($4::uuid[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $4::uuid[] end,
   case pg_catalog.cardinality($5::bigint[]) when 1
     then pg_catalog.array_fill(($5::bigint[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $5::bigint[] end,
-  $6::interval, $7::bigint[])
-group by outcome, job_status"""
+  $6::interval, $7::bigint[])"""
 _CHECKPOINT: Final = (
     "select relay.durable_checkpoint($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint, $6::text::jsonb,"
     " $7::bigint, $8::bigint, $9::interval)::text as value"
@@ -73,7 +72,7 @@ _COMPLETE: Final = (
     " $6::text::jsonb, $7::bigint, $8::bigint)"
 )
 _COMPLETE_MANY: Final = """
-select outcome, last, pg_catalog.array_agg(n) as places from relay.durable_complete_many(
+select outcome, last, places from relay.durable_complete_many(
   case pg_catalog.cardinality($1::text[]) when 1
     then pg_catalog.array_fill(($1::text[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $1::text[] end,
   case pg_catalog.cardinality($2::uuid[]) when 1
@@ -88,8 +87,7 @@ select outcome, last, pg_catalog.array_agg(n) as places from relay.durable_compl
   case pg_catalog.cardinality($7::bigint[]) when 1
     then pg_catalog.array_fill(($7::bigint[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $7::bigint[] end,
   case pg_catalog.cardinality($8::bigint[]) when 1
-    then pg_catalog.array_fill(($8::bigint[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $8::bigint[] end)
-group by outcome, last"""
+    then pg_catalog.array_fill(($8::bigint[])[1], array[pg_catalog.cardinality($3::bigint[])]) else $8::bigint[] end)"""
 _FAIL: Final = (
     "select status, last from relay.durable_fail($1::text, $2::uuid, $3::bigint, $4::uuid, $5::bigint, $6::text,"
     " $7::boolean, $8::interval)"
@@ -238,7 +236,7 @@ class WorkingVerbs(Calls):
         found = [Heartbeaten(WriteOutcome.STALE, None)] * len(leases)
         for row in rows:
             answer = Heartbeaten(WriteOutcome(row["outcome"]), status_or_none(row["job_status"]))
-            for place in row["places"]:
+            for place in _places(row, leases):
                 found[place - 1] = answer
         return found
 
@@ -292,7 +290,7 @@ class WorkingVerbs(Calls):
         found = [ChunkSettled(WriteOutcome.STALE, False)] * len(leases)
         for row in rows:
             answer = ChunkSettled(WriteOutcome(row["outcome"]), row["last"])
-            for place in row["places"]:
+            for place in _places(row, leases):
                 found[place - 1] = answer
         return found
 
@@ -382,6 +380,12 @@ def _fences(leases: Sequence[JobLease]) -> list[list[Any] | None]:
 def _alike(values: list[Any] | None) -> list[Any] | None:
     """Return an array of one for many of the same, which the statement fills up: the driver looks at every element."""
     return values[:1] if values and values.count(values[0]) == len(values) else values
+
+
+def _places(row: Any, leases: Sequence[JobLease]) -> Sequence[int]:
+    """Return of which places, counted from 1, the row tells; of all where it names none."""
+    places: Sequence[int] | None = row["places"]
+    return range(1, len(leases) + 1) if places is None else places
 
 
 def _any(values: list[int | None]) -> list[int | None] | None:

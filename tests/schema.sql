@@ -160,7 +160,7 @@ CREATE FUNCTION relay.durable_checkpoint(p_tenant text, p_job_id uuid, p_seq big
     AS $$ … $$;
 ALTER FUNCTION relay.durable_checkpoint(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_checkpoint jsonb, p_rows_done bigint, p_rows_failed bigint, p_lease interval) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[] DEFAULT NULL::bigint[], p_after bigint DEFAULT 0, p_limit bigint DEFAULT 1000, p_status text DEFAULT NULL::text) RETURNS TABLE(job_id uuid, seq bigint, payload text, status text, attempts bigint, lease_version bigint, lease_token uuid, lease_expires_at timestamp with time zone, claimed_by text, claimed_at timestamp with time zone, available_at timestamp with time zone, checkpoint text, outcome text, rows_total bigint, rows_done bigint, rows_failed bigint, last_error text, created_at timestamp with time zone, updated_at timestamp with time zone, ended_at timestamp with time zone)
+CREATE FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[] DEFAULT NULL::bigint[], p_after bigint DEFAULT 0, p_limit bigint DEFAULT 1000, p_status text DEFAULT NULL::text) RETURNS TABLE(job_id uuid, seq bigint, payload text, status text, attempts bigint, lease_version bigint, lease_expires_at timestamp with time zone, claimed_by text, claimed_at timestamp with time zone, available_at timestamp with time zone, checkpoint text, outcome text, rows_total bigint, rows_done bigint, rows_failed bigint, last_error text, created_at timestamp with time zone, updated_at timestamp with time zone, ended_at timestamp with time zone)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -174,7 +174,7 @@ CREATE FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint
     AS $$ … $$;
 ALTER FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint DEFAULT 0, p_after jsonb DEFAULT NULL::jsonb) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
+CREATE FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint DEFAULT 0, p_after jsonb DEFAULT NULL::jsonb, p_job_id uuid DEFAULT NULL::uuid) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -187,7 +187,7 @@ CREATE FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits b
     SET plan_cache_mode TO 'force_generic_plan'
     SET "TimeZone" TO 'UTC'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb, p_job_id uuid) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -228,20 +228,13 @@ ALTER FUNCTION relay.durable_claim_next(p_tenant text, p_job_id uuid, p_limit bi
 CREATE FUNCTION relay.durable_complete(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint DEFAULT NULL::bigint, p_rows_failed bigint DEFAULT NULL::bigint, OUT outcome text, OUT last boolean) RETURNS record
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
-    SET enable_seqscan TO 'off'
-    SET enable_bitmapscan TO 'off'
-    SET enable_sort TO 'off'
-    SET enable_incremental_sort TO 'off'
-    SET enable_hashjoin TO 'off'
-    SET enable_mergejoin TO 'off'
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.durable_complete(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[] DEFAULT NULL::bigint[], p_rows_failed bigint[] DEFAULT NULL::bigint[]) RETURNS TABLE(n bigint, outcome text, last boolean)
-    LANGUAGE plpgsql SECURITY DEFINER
-    SET search_path TO 'pg_catalog', 'pg_temp'
+CREATE FUNCTION relay.durable_complete_all(p_tenant text, p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[], OUT ns bigint[], OUT lasts boolean[], OUT rest bigint[], OUT rest_outcomes text[], OUT rest_lasts boolean[]) RETURNS record
+    LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
     SET enable_sort TO 'off'
@@ -251,12 +244,41 @@ CREATE FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], 
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
+ALTER FUNCTION relay.durable_complete_all(p_tenant text, p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[], OUT ns bigint[], OUT lasts boolean[], OUT rest bigint[], OUT rest_outcomes text[], OUT rest_lasts boolean[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[] DEFAULT NULL::bigint[], p_rows_failed bigint[] DEFAULT NULL::bigint[]) RETURNS TABLE(places bigint[], outcome text, last boolean)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
 ALTER FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[]) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean DEFAULT false) RETURNS record
+CREATE FUNCTION relay.durable_complete_one(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) RETURNS record
     LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_complete_one(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean DEFAULT false, p_count boolean DEFAULT true) RETURNS record
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean, p_count boolean) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text DEFAULT NULL::text, p_channel text DEFAULT NULL::text, p_note text DEFAULT NULL::text) RETURNS TABLE(outcome text, was text, status text, chunks bigint, running bigint)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -285,7 +307,7 @@ CREATE FUNCTION relay.durable_count(p_tenant text, p_job_id uuid) RETURNS record
     AS $$ … $$;
 ALTER FUNCTION relay.durable_count(p_tenant text, p_job_id uuid) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes jsonb[], p_rows_done bigint[], p_rows_failed bigint[]) RETURNS void
+CREATE FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[], p_jobs uuid[], p_lasts boolean[]) RETURNS TABLE(n bigint, last boolean)
     LANGUAGE plpgsql
     SET enable_indexscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -295,7 +317,7 @@ CREATE FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone,
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes jsonb[], p_rows_done bigint[], p_rows_failed bigint[]) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[], p_jobs uuid[], p_lasts boolean[]) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_drop(p_tenant text, p_chunks tid[], p_errors tid[], p_events tid[], p_jobs tid[]) RETURNS bigint
     LANGUAGE plpgsql
@@ -366,7 +388,7 @@ CREATE FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) RETURNS
     AS $$ … $$;
 ALTER FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean DEFAULT true, p_from bigint DEFAULT NULL::bigint) RETURNS boolean
+CREATE FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid) RETURNS boolean
     LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -377,7 +399,7 @@ CREATE FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running b
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean, p_from bigint) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_health(p_tenant text) RETURNS TABLE(review bigint, review_chunks bigint, review_kinds text[], review_for interval, lost bigint, lost_for interval, idle bigint, idle_kinds text[], idle_for interval, paused bigint)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -394,7 +416,7 @@ CREATE FUNCTION relay.durable_health(p_tenant text) RETURNS TABLE(review bigint,
     AS $$ … $$;
 ALTER FUNCTION relay.durable_health(p_tenant text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[] DEFAULT NULL::bigint[]) RETURNS TABLE(n bigint, outcome text, job_status text)
+CREATE FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[] DEFAULT NULL::bigint[]) RETURNS TABLE(places bigint[], outcome text, job_status text)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -409,7 +431,7 @@ CREATE FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_se
     AS $$ … $$;
 ALTER FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text) RETURNS record
+CREATE FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text, OUT most bigint) RETURNS record
     LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -420,7 +442,7 @@ CREATE FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text, OUT most bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_insert_chunks(p_tenant text, p_job_id uuid, p_chunks jsonb, p_from bigint DEFAULT NULL::bigint, p_notify boolean DEFAULT true) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER
@@ -448,8 +470,10 @@ begin
   if jsonb_typeof(p_chunks) is distinct from 'array' or p_from < 1 then
     raise exception 'the chunks must be a JSON array, and their numbers begin at 1 or later' using errcode = 'S2020';
   end if;
-  if jsonb_path_exists(p_chunks, '$[*] ? (@.type() != "object" || !exists (@.payload))') then
-    raise exception 'each chunk needs a payload (a JSON null is one)' using errcode = 'S2020';
+  if jsonb_path_exists(
+       p_chunks, '$[*] ? (@.type() != "object" || !exists (@.payload) || exists (@.rows ? (@.type() != "number" || @ < 0
+                          || @ != @.floor()) ? (@.type() != "null")))') then
+    raise exception 'each chunk needs a payload (a JSON null is one), and rows, if any, are a whole number' using errcode = 'S2020';
   end if;
   select j.status into v_status from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for no key update;
@@ -498,6 +522,19 @@ CREATE FUNCTION relay.durable_insert_job(p_tenant text, p_job_id uuid, p_kind te
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.durable_insert_job(p_tenant text, p_job_id uuid, p_kind text, p_params jsonb, p_idempotent boolean, p_max_attempts bigint, p_priority bigint, p_created_by text, p_submitting boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_is_last(p_tenant text, p_job_id uuid) RETURNS boolean
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_is_last(p_tenant text, p_job_id uuid) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean DEFAULT false) RETURNS TABLE(job_id uuid, kind text, params text, idempotent boolean, max_attempts bigint, priority bigint, status text, rows_total bigint, rows_done bigint, rows_failed bigint, chunks_total bigint, chunks_pending bigint, chunks_running bigint, chunks_retry bigint, chunks_done bigint, chunks_failed bigint, chunks_needs_review bigint, chunks_cancelled bigint, counted_at timestamp with time zone, last_error text, created_by text, created_at timestamp with time zone, started_at timestamp with time zone, ended_at timestamp with time zone, updated_at timestamp with time zone)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -595,6 +632,19 @@ CREATE FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq b
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_recount(p_tenant text, p_job_id uuid) RETURNS void
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_recount(p_tenant text, p_job_id uuid) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) RETURNS TABLE(status text, rows_total bigint, rows_done bigint, rows_failed bigint, chunks_total bigint, chunks_pending bigint, chunks_running bigint, chunks_retry bigint, chunks_done bigint, chunks_failed bigint, chunks_needs_review bigint, chunks_cancelled bigint, counted_at timestamp with time zone)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -731,18 +781,6 @@ begin
 end $_$;
 ALTER FUNCTION relay.durable_row_errors_add(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_run(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_claimed_by text, p_token uuid, p_until timestamp with time zone) RETURNS TABLE(seq bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint)
-    LANGUAGE plpgsql
-    SET enable_indexscan TO 'off'
-    SET enable_bitmapscan TO 'off'
-    SET enable_seqscan TO 'off'
-    SET enable_nestloop TO 'off'
-    SET enable_hashjoin TO 'on'
-    SET jit TO 'off'
-    SET plan_cache_mode TO 'force_generic_plan'
-    AS $$ … $$;
-ALTER FUNCTION relay.durable_run(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_claimed_by text, p_token uuid, p_until timestamp with time zone) OWNER TO relay_api;
-
 CREATE FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) RETURNS TABLE(sweep text, tenant_id text, job_id uuid, seq bigint, status text)
     LANGUAGE plpgsql
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -810,7 +848,7 @@ CREATE FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text)
     AS $$ … $$;
 ALTER FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text) RETURNS bigint
+CREATE FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text) RETURNS bigint
     LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -822,7 +860,7 @@ CREATE FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from 
     SET plan_cache_mode TO 'force_generic_plan'
     SET lock_timeout TO '1s'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) RETURNS boolean
     LANGUAGE plpgsql SECURITY DEFINER
@@ -830,19 +868,6 @@ CREATE FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) RETURNS 
     SET "TimeZone" TO 'UTC'
     AS $$ … $$;
 ALTER FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) OWNER TO relay_api;
-
-CREATE FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_after bigint DEFAULT 0) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint, rows_failed bigint, lease_expires_at timestamp with time zone, wait interval)
-    LANGUAGE plpgsql
-    SET enable_seqscan TO 'off'
-    SET enable_bitmapscan TO 'off'
-    SET enable_sort TO 'off'
-    SET enable_incremental_sort TO 'off'
-    SET enable_hashjoin TO 'off'
-    SET enable_mergejoin TO 'off'
-    SET jit TO 'off'
-    SET plan_cache_mode TO 'force_generic_plan'
-    AS $$ … $$;
-ALTER FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_after bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_tell(p_tenant text, p_job_id uuid, p_type text, p_seqs bigint[], p_actor text, p_channel text, p_holders text[], p_details jsonb[]) RETURNS void
     LANGUAGE plpgsql
@@ -1606,13 +1631,13 @@ CREATE TABLE relay.durable_chunk (
     created_at timestamp with time zone NOT NULL,
     updated_at timestamp with time zone NOT NULL,
     ended_at timestamp with time zone,
-    CONSTRAINT durable_chunk_check CHECK (((status = 'running'::text) = (lease_expires_at IS NOT NULL))),
-    CONSTRAINT durable_chunk_check1 CHECK (((status = ANY (ARRAY['running'::text, 'done'::text])) OR (lease_token IS NULL))),
-    CONSTRAINT durable_chunk_check2 CHECK (((status <> 'running'::text) OR ((lease_token IS NOT NULL) AND (claimed_by IS NOT NULL)))),
-    CONSTRAINT durable_chunk_check3 CHECK (((available_at IS NULL) OR (status = 'retry'::text))),
-    CONSTRAINT durable_chunk_check4 CHECK (((status = ANY (ARRAY['done'::text, 'failed'::text, 'cancelled'::text])) = (ended_at IS NOT NULL))),
-    CONSTRAINT durable_chunk_seq_check CHECK ((seq >= 1)),
-    CONSTRAINT durable_chunk_status_check CHECK ((status = ANY (ARRAY['pending'::text, 'running'::text, 'retry'::text, 'done'::text, 'failed'::text, 'needs_review'::text, 'cancelled'::text])))
+    CONSTRAINT durable_chunk_states CHECK (((seq >= 1) AND
+CASE
+    WHEN (lease_expires_at IS NOT NULL) THEN ((status = 'running'::text) AND (lease_token IS NOT NULL) AND (claimed_by IS NOT NULL) AND (available_at IS NULL) AND (ended_at IS NULL))
+    WHEN (ended_at IS NOT NULL) THEN ((available_at IS NULL) AND ((status = 'done'::text) OR ((status = ANY (ARRAY['failed'::text, 'cancelled'::text])) AND (lease_token IS NULL))))
+    WHEN (available_at IS NOT NULL) THEN ((status = 'retry'::text) AND (lease_token IS NULL))
+    ELSE ((status = ANY (ARRAY['pending'::text, 'retry'::text, 'needs_review'::text])) AND (lease_token IS NULL))
+END))
 )
 WITH (fillfactor='50', vacuum_truncate=off, autovacuum_vacuum_threshold='5000', autovacuum_vacuum_scale_factor='0', autovacuum_vacuum_cost_delay='0', autovacuum_analyze_threshold='2147483647', autovacuum_analyze_scale_factor='0');
 ALTER TABLE ONLY relay.durable_chunk ALTER COLUMN checkpoint SET STORAGE EXTERNAL;
@@ -1630,8 +1655,7 @@ CREATE TABLE relay.durable_event (
     actor text,
     channel text,
     holder text,
-    detail jsonb,
-    CONSTRAINT durable_event_type_check CHECK (((type <> ''::text) AND (octet_length(type) <= 100)))
+    detail jsonb
 );
 ALTER TABLE ONLY relay.durable_event FORCE ROW LEVEL SECURITY;
 ALTER TABLE relay.durable_event OWNER TO relay_owner;
@@ -1934,9 +1958,9 @@ CREATE INDEX durable_chunk_running ON relay.durable_chunk USING btree (tenant_id
 
 CREATE INDEX durable_chunk_waiting ON relay.durable_chunk USING btree (tenant_id, job_id, seq) WHERE (available_at IS NOT NULL);
 
-CREATE INDEX durable_job_ended ON relay.durable_job USING btree (tenant_id, ended_at) WHERE (status = ANY (ARRAY['completed'::text, 'completed_with_errors'::text, 'failed'::text, 'cancelled'::text]));
+CREATE INDEX durable_job_aside ON relay.durable_job USING btree (tenant_id, status, updated_at) WHERE (status = ANY (ARRAY['submitting'::text, 'paused'::text, 'removing'::text]));
 
-CREATE INDEX durable_job_hidden ON relay.durable_job USING btree (tenant_id, updated_at) WHERE (status = ANY (ARRAY['submitting'::text, 'removing'::text]));
+CREATE INDEX durable_job_ended ON relay.durable_job USING btree (tenant_id, ended_at) WHERE (status = ANY (ARRAY['completed'::text, 'completed_with_errors'::text, 'failed'::text, 'cancelled'::text]));
 
 CREATE INDEX durable_job_open ON relay.durable_job USING btree (tenant_id, kind, rank, job_seq, job_id) WHERE (status = ANY (ARRAY['queued'::text, 'running'::text]));
 
@@ -2065,8 +2089,8 @@ GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs 
 GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_operator;
 
-REVOKE ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb) TO relay_worker;
+REVOKE ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb, p_job_id uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb, p_job_id uuid) TO relay_worker;
 
 REVOKE ALL ON FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_claim_again(p_tenants text[], p_token uuid) TO relay_worker;
@@ -2080,10 +2104,14 @@ GRANT ALL ON FUNCTION relay.durable_claim_next(p_tenant text, p_job_id uuid, p_l
 REVOKE ALL ON FUNCTION relay.durable_complete(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_complete(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) TO relay_worker;
 
+REVOKE ALL ON FUNCTION relay.durable_complete_all(p_tenant text, p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[], OUT ns bigint[], OUT lasts boolean[], OUT rest bigint[], OUT rest_outcomes text[], OUT rest_lasts boolean[]) FROM PUBLIC;
+
 REVOKE ALL ON FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_complete_many(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[]) TO relay_worker;
 
-REVOKE ALL ON FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.durable_complete_one(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb, p_rows_done bigint, p_rows_failed bigint, OUT outcome text, OUT last boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean, p_count boolean) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) TO relay_gateway;
@@ -2091,7 +2119,7 @@ GRANT ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_acti
 
 REVOKE ALL ON FUNCTION relay.durable_count(p_tenant text, p_job_id uuid) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_outcomes jsonb[], p_rows_done bigint[], p_rows_failed bigint[]) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.durable_done(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[], p_jobs uuid[], p_lasts boolean[]) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_drop(p_tenant text, p_chunks tid[], p_errors tid[], p_events tid[], p_jobs tid[]) FROM PUBLIC;
 
@@ -2113,7 +2141,7 @@ GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) T
 GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_finish_lost(p_tenant text, p_limit bigint) TO relay_operator;
 
-REVOKE ALL ON FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid, p_running boolean, p_from bigint) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_health(p_tenant text) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_gateway;
@@ -2123,13 +2151,15 @@ GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_operator;
 REVOKE ALL ON FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) TO relay_worker;
 
-REVOKE ALL ON FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.durable_hold(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, OUT row_id tid, OUT at timestamp with time zone, OUT attempts bigint, OUT holder text, OUT most bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_insert_chunks(p_tenant text, p_job_id uuid, p_chunks jsonb, p_from bigint, p_notify boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_insert_chunks(p_tenant text, p_job_id uuid, p_chunks jsonb, p_from bigint, p_notify boolean) TO relay_gateway;
 
 REVOKE ALL ON FUNCTION relay.durable_insert_job(p_tenant text, p_job_id uuid, p_kind text, p_params jsonb, p_idempotent boolean, p_max_attempts bigint, p_priority bigint, p_created_by text, p_submitting boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_insert_job(p_tenant text, p_job_id uuid, p_kind text, p_params jsonb, p_idempotent boolean, p_max_attempts bigint, p_priority bigint, p_created_by text, p_submitting boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.durable_is_last(p_tenant text, p_job_id uuid) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) TO relay_gateway;
@@ -2160,6 +2190,8 @@ REVOKE ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, 
 GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.durable_recount(p_tenant text, p_job_id uuid) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) TO relay_gateway;
@@ -2193,8 +2225,6 @@ GRANT ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_l
 REVOKE ALL ON FUNCTION relay.durable_row_errors_add(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_row_errors_add(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb) TO relay_worker;
 
-REVOKE ALL ON FUNCTION relay.durable_run(p_tenant text, p_at timestamp with time zone, p_rows tid[], p_claimed_by text, p_token uuid, p_until timestamp with time zone) FROM PUBLIC;
-
 REVOKE ALL ON FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.durable_run_sweeps(p_reaper text, p_limit bigint, p_lease interval, p_keep interval, p_abandoned interval, p_every interval[]) TO relay_worker;
@@ -2217,14 +2247,12 @@ REVOKE ALL ON FUNCTION relay.durable_snapshot() FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_operator;
-
-REVOKE ALL ON FUNCTION relay.durable_take(p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_after bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_tell(p_tenant text, p_job_id uuid, p_type text, p_seqs bigint[], p_actor text, p_channel text, p_holders text[], p_details jsonb[]) FROM PUBLIC;
 

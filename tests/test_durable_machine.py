@@ -101,7 +101,8 @@ class Stage:
         await self.admin.execute("grant insert on public.written to public")
         # A cancellation that finds a chunk locked need not be waited for a second here.
         await self.admin.execute(
-            "alter function relay.durable_sweep_chunks(text, uuid, text[], text, text) set lock_timeout = '10ms'"
+            "alter function relay.durable_sweep_chunks(text, uuid, text[], text, text, bigint[], text)"
+            " set lock_timeout = '10ms'"
         )
 
     async def close(self) -> None:

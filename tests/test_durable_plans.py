@@ -82,7 +82,7 @@ _CONDITIONS = {
     "durable_job_pkey": ("tenant_id", "job_id"),
     "durable_job_open": ("tenant_id",),
     "durable_job_ended": ("tenant_id",),
-    "durable_job_hidden": ("tenant_id",),
+    "durable_job_aside": ("tenant_id", "status"),
     "durable_chunk_pkey": ("tenant_id", "job_id"),
     "durable_chunk_open": ("tenant_id", "job_id"),
     "durable_chunk_running": ("tenant_id",),
@@ -110,7 +110,10 @@ def _check(statement: Explained, most_rows: float) -> set[str | None]:
     return used
 
 
-_CLAIM = {"durable_chunk_due", "durable_job_open", "durable_chunk_open", "durable_job_pkey", "durable_event_pkey", None}
+_CLAIM: set[str | None] = {
+    "durable_chunk_due", "durable_job_open", "durable_chunk_open", "durable_job_pkey", "durable_event_pkey",
+    "durable_chunk_pkey",
+}  # fmt: skip
 _LAST = {"durable_chunk_open"}
 
 
@@ -160,7 +163,7 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             await run(durable.tell_errors(conn, leases[8], [{"row": n, "code": "c"} for n in range(BATCH)]), by_key, 5)
             version = leases[6].version + 1
             assert await run(
-                durable.claim_chunk(conn, _BIG, leases[6].seq, version), {*by_key, "durable_event_pkey", None}, 5
+                durable.claim_chunk(conn, _BIG, leases[6].seq, version), {*by_key, "durable_event_pkey"}, 5
             )
             await admin.execute(
                 f"update {CHUNK} set lease_expires_at = now() - interval '1 s' where lease_token = $1"
@@ -173,11 +176,11 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
             )
             assert len(reaped) == 5
             await durable.reap(conn)
-            await run(durable.finish(conn, _BIG), {"durable_chunk_open", "durable_job_pkey"}, 5)
+            await run(durable.finish(conn, _BIG), {"durable_chunk_running", "durable_job_pkey"}, 5)
             await run(
                 conn.fetch("select * from relay.durable_finish_lost($1, 5)", TENANT),
-                {"durable_job_open", "durable_chunk_open", "durable_chunk_waiting", "durable_chunk_running"},
-                100,
+                {"durable_job_open", "durable_job_aside", "durable_chunk_open", "durable_chunk_running"},
+                400,
             )
             await run(durable.job(conn, _BIG, fresh=False), {"durable_job_pkey"}, 5)
             await run(conn.fetch("select * from relay.durable_chunks($1, $2, $3)", TENANT, _BIG, [3, 4]), by_key, 5)
@@ -226,12 +229,11 @@ async def test_a_claim_steps_over_paused_and_ended_jobs_without_reading_their_ch
         looks = [plan for plan in plans.take() if "cross join lateral" in plan.text and "job_seq" in plan.text]
         assert looks
         for plan in looks:
-            (jobs,) = plan.of_table("durable_job")
-            assert jobs.index == "durable_job_open"
+            (jobs,) = [node for node in plan.of_table("durable_job") if node.index == "durable_job_open"]
             assert "ROW" in jobs.condition, f"no order to go on from in {jobs.condition}"
             assert jobs.rows_read <= 51
             # 50 jobs of which all is under way: a probe each.
-            assert sum(node.rows_read for node in plan.of_table("durable_chunk")) <= 2
+            assert round(sum(node.rows_read for node in plan.of_table("durable_chunk"))) <= 2
 
 
 async def test_beside_an_old_snapshot_a_claim_behind_the_last_one_and_a_completion_read_no_dead_entries(
@@ -260,9 +262,11 @@ async def test_beside_an_old_snapshot_a_claim_behind_the_last_one_and_a_completi
         for _ in range(3):
             await claimed(None)  # plans are made, and what is read for them
             await completed(None)
-        first = await claimed(None)
-        first_completed = await completed(None)
-        for _ in range(28):
+        # The indexes have their levels by then, whose number is no dead entries' doing.
+        await durable.complete_many(worker, *await durable.claim(worker, 400))
+        first = await claimed(json.dumps({str(job_id): 400}))
+        first_completed = await completed({job_id: 400})
+        for _ in range(24):
             leases = await durable.claim(worker, 100)
             assert await durable.complete_many(worker, *leases) == ["applied"] * 100
         last = int(

@@ -55,7 +55,7 @@ async def test_a_claim_gives_a_lease_by_both_clocks(stores: Stores) -> None:
     assert (claimed.payload, claimed.params, claimed.attempt, claimed.checkpoint) == ({"n": 1}, {}, 1, None)
     chunk = await stores.gateway.get_chunk(job_id, 1)
     assert chunk is not None
-    assert (chunk.status, chunk.claimed_by, chunk.lease_token) == (ChunkStatus.RUNNING, HOLDER, lease.token)
+    assert (chunk.status, chunk.claimed_by, chunk.lease_version) == (ChunkStatus.RUNNING, HOLDER, lease.version)
 
 
 async def test_a_chunk_is_claimed_once_by_the_version_that_was_read(stores: Stores, admin: Connection) -> None:

@@ -185,7 +185,7 @@ async def test_a_login_has_no_right_but_its_functions(
         "relay.outbox_matching('b', null, null, null, null, null, 1)",
         "relay.durable_move('b', now(), '{}', 'done', 'keep', null, null)",
         "relay.durable_renew('b', '{}', null, now())",
-        "relay.durable_done('b', now(), '{}', '{}', null, null, null)",
+        "relay.durable_done('b', now(), '{}', '{}', '{}', '{}', '{}', '{}', null, null, '{}', '{}')",
         f"relay.durable_tell('b', {nobody}, 't', '{{}}', null, null, null, null)",
         f"relay.durable_count('b', {nobody}) as r (tenant_id text)",
         f"relay.durable_turn_to('b', {nobody}, 'failed') as r (tenant_id text)",
@@ -194,12 +194,14 @@ async def test_a_login_has_no_right_but_its_functions(
         "relay.durable_ring('b', '{}', true)",
         "relay.durable_snapshot()",
         "relay.durable_promote('b', 1)",
-        f"relay.durable_run('b', now(), '{{}}', 'me', {nobody}, now())",
-        f"relay.durable_take('b', {nobody}, 1, 'me', {nobody}, '1 s')",
+        f"relay.durable_recount('b', {nobody})",
         f"relay.durable_start('b', {nobody}, 'me')",
         f"relay.durable_hold('b', {nobody}, 1, {nobody}, 1)",
+        f"relay.durable_is_last('b', {nobody})",
+        f"relay.durable_complete_one('b', {nobody}, 1, {nobody}, 1, 'null', null, null)",
+        "relay.durable_complete_all('b', '{}', '{}', '{}', '{}', '{}', null, null)",
         "relay.durable_may('queued', 'running')",
-        f"relay.durable_sweep_chunks('b', {nobody}, '{{}}', 'failed', 'keep')",
+        f"relay.durable_sweep_chunks('b', {nobody}, '{{}}', 'failed', 'keep', null, null)",
         "relay.durable_check_extra('{}')",
         f"relay.durable_write_extra('b', {nobody}, '{{}}')",
         "relay.durable_matches('1', 'number', '=', '1')",
@@ -237,7 +239,7 @@ async def test_a_login_has_no_right_but_its_functions(
             ):
                 with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedObjectError)):
                     await connection.execute(statement)
-    assert len(internal) == 49
+    assert len(internal) == 51
 
 
 async def test_every_internal_function_is_among_those_that_were_tried(admin: Connection) -> None:
@@ -253,9 +255,9 @@ async def test_every_internal_function_is_among_those_that_were_tried(admin: Con
         "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
         "outbox_choose", "outbox_restart", "outbox_last", "outbox_matching",
         "durable_move", "durable_renew", "durable_done", "durable_tell", "durable_count", "durable_turn_to",
-        "durable_has_open", "durable_conclude", "durable_ring", "durable_snapshot", "durable_promote", "durable_run",
-        "durable_take", "durable_start", "durable_hold", "durable_may", "durable_sweep_chunks",
+        "durable_has_open", "durable_conclude", "durable_ring", "durable_snapshot", "durable_promote", "durable_start", "durable_hold", "durable_may", "durable_sweep_chunks",
         "durable_check_extra", "durable_write_extra", "durable_matches", "durable_meets", "durable_drop",
+        "durable_recount", "durable_is_last", "durable_complete_one", "durable_complete_all",
     }  # fmt: skip
     rows = await admin.fetch("select distinct proname from pg_proc where pronamespace = 'relay'::regnamespace")
     assert {r[0] for r in rows} == callable_by_logins | internal

@@ -94,7 +94,7 @@ select job_id, seq, attempts, lease_version, claimed_by from reaped
 """
 
 _CLAIM_OURS: Final = "select * from relay.durable_claim($1, $2, null, $3, $4, $5, $6)"
-_COMPLETE_OURS: Final = "select n, outcome, last from relay.durable_complete_many($1, $2, $3, $4, $5, $6)"
+_COMPLETE_OURS: Final = "select outcome, last from relay.durable_complete_many($1, $2, $3, $4, $5, $6)"
 _FINISH_OURS: Final = "select status from relay.durable_finish($1, $2)"
 
 _SUBMIT: Final = "select relay.durable_insert_job($1, $2, $3, '{}', true, 3, 0, null, true)"

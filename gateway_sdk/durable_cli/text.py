@@ -199,7 +199,7 @@ def _print_json(name: str, value: Any) -> None:
 
 def chunk_document(chunk: DurableChunk) -> dict[str, Any]:
     """Return a chunk as plain values. Its token stays here: it is the holder's alone."""
-    return {name: value for name, value in asdict(chunk).items() if name not in ("tenant_id", "job_id", "lease_token")}
+    return {name: value for name, value in asdict(chunk).items() if name not in ("tenant_id", "job_id")}
 
 
 def print_chunks(chunks: Sequence[DurableChunk]) -> None:

@@ -7,6 +7,7 @@
 --   relay.durable_move      chunks get another status, and are in nobody's hands
 --   relay.durable_renew     leases go on
 --   relay.durable_done      running -> done
+--   relay.durable_recount   counters of a job that has ended
 --   relay.durable_tell      events
 --   relay.durable_count     counters, from the chunks
 --   relay.durable_conclude  the end of a job that has nothing left to run
@@ -65,22 +66,27 @@ begin
   end if;
 end $$;
 
--- Guarantees: the chunks are done, with the outcome and counts of their places. Token and lease_version stay: so a completion
---   whose reply was lost is known again.
+-- Guarantees: those of the rows that p_ids, p_seqs, p_tokens and p_versions name, side by side, whose lease ends after p_at and whose job is
+--   among p_jobs, are done, with the outcome and counts of their places. Token and lease_version stay: so a completion whose reply
+--   was lost is known again. Returns the place of each, and what p_lasts says of its job.
 create or replace function relay.durable_done(
-  p_tenant text, p_at timestamptz, p_ns bigint[], p_rows tid[], p_outcomes jsonb[], p_rows_done bigint[],
-  p_rows_failed bigint[])
-returns void
+  p_tenant text, p_at timestamptz, p_rows tid[], p_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[],
+  p_outcomes text[], p_rows_done bigint[], p_rows_failed bigint[], p_jobs uuid[], p_lasts boolean[])
+returns table (n bigint, last boolean)
 language plpgsql
 set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
 set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
 as $$
 begin
+  return query
   update relay.durable_chunk c
-  set status = 'done', outcome = p_outcomes[h.n], rows_done = coalesce(p_rows_done[h.n], c.rows_done),
-      rows_failed = coalesce(p_rows_failed[h.n], c.rows_failed), lease_expires_at = null, updated_at = p_at, ended_at = p_at
-  from unnest(p_ns, p_rows) as h (n, row_id)
-  where c.ctid = any (p_rows) and c.ctid = h.row_id and c.tenant_id = p_tenant;
+  set status = 'done', outcome = h.outcome::jsonb, rows_done = coalesce(h.rows_done, c.rows_done),
+      rows_failed = coalesce(h.rows_failed, c.rows_failed), lease_expires_at = null, updated_at = p_at, ended_at = p_at
+  from unnest(p_ids, p_seqs, p_tokens, p_versions, p_outcomes, p_rows_done, p_rows_failed) with ordinality
+    as h (job_id, seq, token, version, outcome, rows_done, rows_failed, n)
+  where c.ctid = any (p_rows) and c.tenant_id = p_tenant and c.job_id = h.job_id and c.seq = h.seq and c.lease_token = h.token
+    and c.lease_version = h.version and c.lease_expires_at > p_at and c.job_id = any (p_jobs)
+  returning h.n, p_lasts[array_position(p_jobs, c.job_id)];
 end $$;
 
 -- Guarantees: an event for each seq (null = of the job itself), in that order, behind what this transaction has told of the
@@ -171,52 +177,65 @@ begin
   return v_job;
 end $$;
 
--- Guarantees: whether any chunk of the job may still run, or runs. Three index probes; p_from is where to look first: in the
---   middle of a job the next chunk waits behind the one that has just ended, and dead index entries lie before it.
-create or replace function relay.durable_has_open(
-  p_tenant text, p_job_id uuid, p_running boolean default true, p_from bigint default null)
-returns boolean
+-- Guarantees: whether any chunk of the job may still run, or runs. From the far end, where those are that nobody has claimed yet: an
+--   old open transaction keeps the index entries of all others alive, and only of a job that is at its end are they read.
+create or replace function relay.durable_has_open(p_tenant text, p_job_id uuid) returns boolean
 language plpgsql
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 begin
-  if p_from is not null and (
-      select true from relay.durable_chunk c
-      where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq > p_from and c.status in ('pending', 'retry')
-        and c.available_at is null
-      order by c.seq limit 1) then
-    return true;
-  end if;
-  if (select true from relay.durable_chunk c
-      where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status in ('pending', 'retry') and c.available_at is null
-      order by c.seq limit 1) then
-    return true;
-  end if;
-  if (select true from relay.durable_chunk c
-      where c.tenant_id = p_tenant and c.job_id = p_job_id and c.available_at is not null order by c.seq limit 1) then
-    return true;
-  end if;
-  return p_running and coalesce(
+  return coalesce(
     (select true from relay.durable_chunk c
-     where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = 'running' order by c.seq limit 1), false);
+     where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = 'running' order by c.seq desc limit 1),
+    (select true from relay.durable_chunk c
+     where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status in ('pending', 'retry') and c.available_at is null
+     order by c.seq desc limit 1),
+    (select true from relay.durable_chunk c
+     where c.tenant_id = p_tenant and c.job_id = p_job_id and c.available_at is not null order by c.seq desc limit 1),
+    false);
+end $$;
+
+-- Guarantees: the counters of the job, which has ended, are those of its chunks; where somebody has its row locked this moment they are not.
+-- Locks: the job's row, FOR NO KEY UPDATE SKIP LOCKED. It never waits, so chunks may be locked.
+create or replace function relay.durable_recount(p_tenant text, p_job_id uuid) returns void
+language plpgsql
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
+as $$
+declare
+  v_job record;
+begin
+  perform 1 from relay.durable_job j where j.tenant_id = p_tenant and j.job_id = p_job_id for no key update skip locked;
+  if found then
+    v_job := relay.durable_count(p_tenant, p_job_id);
+  end if;
 end $$;
 
 -- Guarantees: where the job has not ended, and nothing of it can run any more, it ends: needs_review where a chunk waits for a
 --   person; else failed where none is done and some failed, cancelled where none is done and some were cancelled,
 --   completed_with_errors where chunks or rows failed, completed else; with its event, its exact counters, and a wake-up to
 --   those who watch, in this transaction. A job that has ended already has its counters put
---   right. One without chunks ends only where p_empty: else it may be about to get them. Returns the job as it is then.
+--   right. One without chunks ends only where p_empty: else it may be about to get them. One that goes on is counted only where
+--   p_count: of two million chunks that takes seconds. Returns the job as it is then.
 -- Locks: the caller has the job's row FOR UPDATE.
 create or replace function relay.durable_conclude(
-  p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean default false)
+  p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean default false, p_count boolean default true)
 returns record
 language plpgsql
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_job    record;
   v_status text;
 begin
+  if not p_count then
+    select j.* into v_job from relay.durable_job j where j.tenant_id = p_tenant and j.job_id = p_job_id;
+    if v_job.status in ('queued', 'running', 'paused') and relay.durable_has_open(p_tenant, p_job_id) then
+      return v_job;
+    end if;
+  end if;
   v_job := relay.durable_count(p_tenant, p_job_id);
   if v_job.status not in ('queued', 'running', 'paused', 'needs_review')
      or v_job.chunks_pending + v_job.chunks_retry + v_job.chunks_running > 0

@@ -11,7 +11,7 @@
 -- In one transaction, the caller's, a job is 'queued' at once, and its commit shows job and chunks together. A submitter who
 -- makes chunks as he goes cannot hold a transaction for that long: he makes the job 'submitting', which no reader, claim
 -- or person sees, adds chunks in a transaction each, and seals it. If he dies before, nobody ever sees it, and a sweep
--- takes it away (76_durable_sweep.sql). All three verbs can be sent again after a lost reply: the ids are the caller's.
+-- takes it away (78_durable_end.sql). All three verbs can be sent again after a lost reply: the ids are the caller's.
 
 -- Guarantees: on commit the job is stored, 'queued', or 'submitting' where p_submitting; returns true. False: it is there
 --   already, from an earlier call (the id is the caller's). p_max_attempts counts claims of a chunk.
@@ -87,8 +87,10 @@ begin
   if jsonb_typeof(p_chunks) is distinct from 'array' or p_from < 1 then
     raise exception 'the chunks must be a JSON array, and their numbers begin at 1 or later' using errcode = 'S2020';
   end if;
-  if jsonb_path_exists(p_chunks, '$[*] ? (@.type() != "object" || !exists (@.payload))') then
-    raise exception 'each chunk needs a payload (a JSON null is one)' using errcode = 'S2020';
+  if jsonb_path_exists(
+       p_chunks, '$[*] ? (@.type() != "object" || !exists (@.payload) || exists (@.rows ? (@.type() != "number" || @ < 0
+                          || @ != @.floor()) ? (@.type() != "null")))') then
+    raise exception 'each chunk needs a payload (a JSON null is one), and rows, if any, are a whole number' using errcode = 'S2020';
   end if;
   select j.status into v_status from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for no key update;

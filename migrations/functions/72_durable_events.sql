@@ -20,7 +20,7 @@
 
 -- Guarantees: the event is in the timeline of the job (of chunk p_seq, where given) when the transaction commits; returns true. False: no
 --   such job. It takes no lock that anybody else could have, so it waits for nobody, the job's row locked or not.
--- Errors: S2001, S2002, S2003; 23514 a type that is empty or above 100 bytes.
+-- Errors: S2001, S2002, S2003; S2020 a type that is empty or above 100 bytes.
 -- Locks: inserts only.
 create or replace function relay.durable_record_event(
   p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb)
@@ -35,6 +35,9 @@ declare
   v_tenant text := coalesce(p_tenant, v_before);
   v_status text;
 begin
+  if coalesce(p_type = '' or octet_length(p_type) > 100, true) then
+    raise exception 'the type of an event has 1 to 100 bytes' using errcode = 'S2020';
+  end if;
   select j.status into v_status from relay.durable_job j where j.tenant_id = v_tenant and j.job_id = p_job_id;
   if v_status not in ('submitting', 'removing') then
     perform relay.durable_tell(

@@ -43,85 +43,6 @@ begin
   return case when v_next is not null then greatest(v_next - v_now, interval '0') end;
 end $$;
 
--- Guarantees: the rows, which the caller has found and locked and whose job he has locked, are running for p_claimed_by under
---   p_token until p_until; attempts and lease_version one higher.
-create or replace function relay.durable_run(
-  p_tenant text, p_at timestamptz, p_rows tid[], p_claimed_by text, p_token uuid, p_until timestamptz)
-returns table (
-  seq bigint, payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint,
-  rows_failed bigint)
-language plpgsql
-set enable_indexscan = off set enable_bitmapscan = off set enable_seqscan = off
-set enable_nestloop = off set enable_hashjoin = on set jit = off set plan_cache_mode = force_generic_plan
-as $$
-begin
-  return query
-  with taken as (
-    update relay.durable_chunk c
-    set status = 'running', attempts = c.attempts + 1, lease_version = c.lease_version + 1, lease_token = p_token,
-        lease_expires_at = p_until, claimed_by = p_claimed_by, claimed_at = p_at, available_at = null, updated_at = p_at
-    where c.ctid = any (p_rows) and c.tenant_id = p_tenant
-    returning c.seq, c.payload::text as payload, c.checkpoint::text as checkpoint, c.attempts, c.lease_version, c.rows_total,
-              c.rows_done, c.rows_failed)
-  select t.* from taken t order by t.seq;
-end $$;
-
--- Guarantees: of a job that is queued or running, and that nobody has locked to change its status, claims at most p_limit chunks, the
---   lowest seq above p_after that nobody has locked first. A queued job is running from then on, and 'started' is told; 'chunk_claimed' is told
---   once for all of them. A row each; params in the first. job_open = the job can be claimed from.
--- Locks: the job's row, FOR KEY SHARE SKIP LOCKED (the first claim: FOR NO KEY UPDATE SKIP LOCKED); the chunks, FOR UPDATE SKIP
---   LOCKED. It never waits.
-create or replace function relay.durable_take(
-  p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_after bigint default 0)
-returns table (
-  outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint,
-  payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint,
-  rows_failed bigint, lease_expires_at timestamptz, wait interval)
-language plpgsql
-set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
-as $$
-declare
-  v_job   record;
-  v_now   timestamptz;
-  v_until timestamptz;
-  v_rows  tid[];
-  v_seqs  bigint[];
-begin
-  -- By key, and the status looked at afterwards: a statement by key names no state, or it could take another index.
-  select j.kind, j.status, j.params::text as params, j.idempotent, j.max_attempts into v_job from relay.durable_job j
-  where j.tenant_id = p_tenant and j.job_id = p_job_id for key share skip locked;
-  if v_job.status is null or v_job.status not in ('queued', 'running') then
-    return;
-  end if;
-  select array_agg(l.row_id), array_agg(l.seq) into v_rows, v_seqs
-  from (select c.ctid as row_id, c.seq from relay.durable_chunk c
-        where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq > p_after and c.status in ('pending', 'retry')
-          and c.available_at is null
-        order by c.seq limit p_limit for update skip locked) l;
-  if v_rows is null then
-    return;
-  end if;
-  if v_job.status = 'queued' then
-    perform relay.durable_start(p_tenant, p_job_id, p_claimed_by);
-  end if;
-  -- The clock at the write, whatever this transaction has waited for before.
-  v_now := clock_timestamp();
-  v_until := v_now + p_lease;
-  outcome := 'claimed'; tenant_id := p_tenant; job_id := p_job_id; kind := v_job.kind; params := v_job.params;
-  idempotent := v_job.idempotent; max_attempts := v_job.max_attempts; lease_expires_at := v_until;
-  for seq, payload, checkpoint, attempts, lease_version, rows_total, rows_done, rows_failed in
-    select r.* from relay.durable_run(p_tenant, v_now, v_rows, p_claimed_by, p_token, v_until) r
-  loop
-    return next;
-    params := null;
-  end loop;
-  -- One event for the chunks of a claim: its cost is that of a chunk.
-  perform relay.durable_tell(
-    p_tenant, p_job_id, 'chunk_claimed', v_seqs[1:1], null, null, array[p_claimed_by],
-    case when cardinality(v_seqs) > 1 then array[jsonb_build_object('seqs', v_seqs)] end);
-end $$;
-
 -- Guarantees: the queued job is running, and 'started' is told, by this caller or by another whose transaction is under way.
 -- Locks: the job's row, FOR NO KEY UPDATE SKIP LOCKED. It never waits.
 create or replace function relay.durable_start(p_tenant text, p_job_id uuid, p_holder text) returns void
@@ -144,18 +65,25 @@ end $$;
 --   running, at most p_limits[i] of kind i (null: no limit of its own): of a tenant the highest priority first, then the job that
 --   was there first, then the lowest seq; what others have locked this moment is stepped over. A claim is of jobs as they stand: nothing is
 --   claimed of one that was paused or ended before. Tenants take turns, beginning behind p_start, first an equal share each,
---   then what is left; null in the array is the tenant that the caller has bound.
+--   then what is left; null in the array is the tenant that the caller has bound. p_job_id, where given: of this job alone,
+--   whatever its kind.
 --   p_token is new for every call; each later write must name job id, seq, token and lease_version.
 --   p_after names jobs of which only chunks above a number are looked at, {"job id": number}: those below the caller has just had. It is
 --   for who claims a large job batch by batch while an old transaction keeps all dead index entries alive, which each claim from
 --   the beginning wades through. Chunks that come back lie below it, so what it leaves out is claimed without it soon after.
+--   A queued job is running from then on, and 'started' is told; 'chunk_claimed' is told once for the chunks of a job.
 --   Rows of outcome 'claimed'; params come with the first chunk of a job. A row 'waiting' tells in `wait` how long until the
 --   tenant's next retry is due.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
--- Locks: as durable_take. It never waits.
+-- Locks: jobs, FOR KEY SHARE SKIP LOCKED (the first claim: FOR NO KEY UPDATE SKIP LOCKED); their
+--   chunks, FOR UPDATE SKIP LOCKED. It never waits.
+--
+-- What a lone claim costs is the number of its statements and functions: so the look for due retries, the locks of a job and its
+-- chunks, and their write and event are one statement each. The write names the columns of the primary key and nothing else,
+-- which leaves one index for it.
 create or replace function relay.durable_claim(
   p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval,
-  p_start bigint default 0, p_after jsonb default null)
+  p_start bigint default 0, p_after jsonb default null, p_job_id uuid default null)
 returns table (
   outcome text, tenant_id text, job_id uuid, seq bigint, kind text, params text, idempotent boolean, max_attempts bigint,
   payload text, checkpoint text, attempts bigint, lease_version bigint, rows_total bigint, rows_done bigint,
@@ -179,20 +107,21 @@ declare
   v_k       bigint;
   v_before  text;
   v_tenant  text;
-  v_look    bigint;
-  v_seen    bigint;
+  v_due     timestamptz;
   v_rank    bigint;
   v_seq     bigint;
-  v_job     uuid;
-  v_found   record;
+  v_id      uuid;
+  v_job     record;
+  v_now     timestamptz;
 begin
-  if (v_tenants > 0 and v_kinds > 0 and p_limit >= 1 and p_claimed_by <> '' and p_token is not null and p_lease > interval '0'
-      and coalesce(cardinality(p_limits), v_kinds) = v_kinds and p_start >= 0) is not true then
-    raise exception 'durable_claim needs tenants, kinds, a positive limit and lease, claimed_by, a token, and a start'
+  if (v_tenants > 0 and (p_job_id is not null or v_kinds > 0 and coalesce(cardinality(p_limits), v_kinds) = v_kinds)
+      and p_limit >= 1 and p_claimed_by <> '' and p_token is not null and p_lease > interval '0' and p_start >= 0) is not true
+  then
+    raise exception 'a claim needs tenants, kinds, a positive limit and lease, claimed_by, a token, and a start'
       using errcode = 'S2020';
   end if;
   if v_limits is null then
-    v_limits := array_fill(p_limit, array[v_kinds::int]);
+    v_limits := array_fill(p_limit, array[coalesce(v_kinds, 1)::int]);
   end if;
   loop
     v_i := (p_start + v_turn) % v_tenants + 1;
@@ -201,55 +130,96 @@ begin
     if v_quota > 0 then
       v_before := relay.bind_tenant(p_tenants[v_i], null, '{worker}');
       v_tenant := coalesce(p_tenants[v_i], v_before);
+      v_now := clock_timestamp();
       if v_turn < v_tenants then
-        wait := relay.durable_promote(v_tenant, p_limit);
-        if wait is not null then
-          outcome := 'waiting'; tenant_id := v_tenant;
-          return next;
+        -- One probe, because as a rule no retry is due, and a call costs several times as much.
+        select c.available_at into v_due from relay.durable_chunk c
+        where c.tenant_id = v_tenant and c.available_at is not null order by c.available_at limit 1;
+        if v_due is not null then
+          wait := v_due - v_now;
+          if v_due <= v_now then
+            wait := relay.durable_promote(v_tenant, greatest(p_limit, 100));
+          end if;
+          if wait is not null and p_job_id is null then
+            outcome := 'waiting'; tenant_id := v_tenant;
+            return next;
+          end if;
         end if;
       end if;
-      v_rank := -9223372036854775808; v_seq := 0; v_job := '00000000-0000-0000-0000-000000000000';
-      -- A job has one chunk at least, but perhaps one that somebody has locked: so some more jobs than chunks are looked at.
-      <<jobs>>
-      loop
-        v_look := v_quota + 4;
-        v_seen := 0;
-        for v_found in
-          select o.* from (
-            select k.i, j.rank, j.job_seq, j.job_id
-            from unnest(p_kinds, v_limits) with ordinality as k (kind, most, i)
-            cross join lateral (
-              select b.rank, b.job_seq, b.job_id
-              from (select a.rank, a.job_seq, a.job_id from relay.durable_job a
-                    where a.tenant_id = v_tenant and a.kind = k.kind and a.status in ('queued', 'running')
-                      and (a.rank, a.job_seq, a.job_id) > (v_rank, v_seq, v_job)
-                    order by a.rank, a.job_seq, a.job_id offset 0) b
-              -- By itself: a cast of text is not leakproof, and under row security could not be an index condition.
-              cross join lateral (select coalesce((p_after ->> b.job_id::text)::bigint, 0) as seq offset 0) w
-              cross join lateral (
-                select 1 from relay.durable_chunk c
-                where c.tenant_id = v_tenant and c.job_id = b.job_id and c.seq > w.seq and c.status in ('pending', 'retry')
-                  and c.available_at is null
-                order by c.seq limit 1) h
-              order by b.rank, b.job_seq, b.job_id limit v_look) j
-            where k.most > 0) o
-          order by o.rank, o.job_seq, o.job_id limit v_look
-        loop
-          v_seen := v_seen + 1;
-          v_rank := v_found.rank; v_seq := v_found.job_seq; v_job := v_found.job_id;
-          v_k := v_found.i;
-          continue when v_limits[v_k] <= 0;
-          return query
-          select t.* from relay.durable_take(
-            v_tenant, v_job, least(v_quota, v_limits[v_k]), p_claimed_by, p_token, p_lease,
-            coalesce((p_after ->> v_job::text)::bigint, 0)) t;
-          get diagnostics v_got = row_count;
-          v_limits[v_k] := v_limits[v_k] - v_got;
-          v_quota := v_quota - v_got;
-          v_left := v_left - v_got;
-          exit jobs when v_quota <= 0;
-        end loop;
-        exit when v_seen < v_look;
+      v_rank := -9223372036854775808; v_seq := 0; v_id := '00000000-0000-0000-0000-000000000000';
+      -- One job after the other, and as a rule the first has enough.
+      while v_quota > 0 loop
+        -- The next job, found, locked and looked at again, and then its chunks, in one statement: none of it waits. Its status is
+        -- looked at under the lock, outside: a statement by key names no state, or it could take another index.
+        -- A job whose chunks are all under way costs a probe, from the far end, where those are that nobody has claimed yet.
+        select o.i, o.rank, o.job_seq, o.job_id, j.*, l.seqs into v_job
+        from (
+          select k.i, least(v_quota, k.most) as most, n.rank, n.job_seq, n.job_id, n.after
+          from unnest(p_kinds, v_limits) with ordinality as k (kind, most, i)
+          cross join lateral (
+            select b.rank, b.job_seq, b.job_id, w.after
+            from (select a.rank, a.job_seq, a.job_id from relay.durable_job a
+                  where a.tenant_id = v_tenant and a.kind = k.kind and a.status in ('queued', 'running')
+                    and (a.rank, a.job_seq, a.job_id) > (v_rank, v_seq, v_id)
+                  order by a.rank, a.job_seq, a.job_id offset 0) b
+            -- By itself: a cast of text is not leakproof, and under row security could not be an index condition.
+            cross join lateral (select coalesce((p_after ->> b.job_id::text)::bigint, 0) as after offset 0) w
+            where (select true from relay.durable_chunk c
+                   where c.tenant_id = v_tenant and c.job_id = b.job_id and c.status in ('pending', 'retry')
+                     and c.available_at is null and c.seq > w.after
+                   order by c.seq desc limit 1)
+            order by b.rank, b.job_seq, b.job_id limit 1) n
+          where k.most > 0 and p_job_id is null
+          union all
+          select 1, v_quota, 0, 0, p_job_id, 0 where p_job_id is not null
+          order by 3, 4, 5 limit 1) o
+        left join lateral (
+          select a.kind, a.status, a.params::text as params, a.idempotent, a.max_attempts
+          from relay.durable_job a
+          where a.tenant_id = v_tenant and a.job_id = o.job_id limit 1 for key share skip locked) j on true
+        left join lateral (
+          select array_agg(t.seq) as seqs
+          from (select c.seq from relay.durable_chunk c
+                where c.tenant_id = v_tenant and c.job_id = o.job_id and c.status in ('pending', 'retry')
+                  and c.available_at is null and c.seq > o.after
+                order by c.seq limit o.most for update skip locked) t) l on true;
+        exit when v_job.job_id is null or v_id = p_job_id;
+        v_rank := v_job.rank; v_seq := v_job.job_seq; v_id := v_job.job_id; v_k := v_job.i;
+        continue when v_job.status is null or v_job.status not in ('queued', 'running');
+        continue when v_job.seqs is null;
+        if v_job.status = 'queued' then
+          perform relay.durable_start(v_tenant, v_id, p_claimed_by);
+        end if;
+        -- The clock at the write, whatever this transaction has waited for before.
+        v_now := clock_timestamp();
+        return query
+        with told as (
+          -- One for the chunks of a claim: its cost is that of a chunk.
+          insert into relay.durable_event (tenant_id, job_id, xid, n, at, seq, type, holder, detail)
+          select v_tenant, v_id, pg_current_xact_id(),
+                 greatest((extract(epoch from v_now) * 1000000)::bigint,
+                          (select e.n + 1 from relay.durable_event e
+                           where e.tenant_id = v_tenant and e.job_id = v_id and e.xid = pg_current_xact_id()
+                           order by e.n desc limit 1)),
+                 v_now, v_job.seqs[1], 'chunk_claimed', p_claimed_by,
+                 case when cardinality(v_job.seqs) > 1 then jsonb_build_object('seqs', v_job.seqs) end
+          returning 1
+        ), taken as (
+          update relay.durable_chunk c
+          set status = 'running', attempts = c.attempts + 1, lease_version = c.lease_version + 1, lease_token = p_token,
+              lease_expires_at = v_now + p_lease, claimed_by = p_claimed_by, claimed_at = v_now, updated_at = v_now
+          where c.tenant_id = v_tenant and c.job_id = v_id and c.seq = any (v_job.seqs)
+          returning c.seq, c.payload, c.checkpoint, c.attempts, c.lease_version, c.rows_total, c.rows_done, c.rows_failed
+        )
+        select 'claimed', v_tenant, v_id, t.seq, v_job.kind, case when t.seq = v_job.seqs[1] then v_job.params end,
+               v_job.idempotent, v_job.max_attempts, t.payload::text, t.checkpoint::text, t.attempts, t.lease_version,
+               t.rows_total, t.rows_done, t.rows_failed, v_now + p_lease, null::interval
+        from taken t order by t.seq;
+        get diagnostics v_got = row_count;
+        v_limits[v_k] := v_limits[v_k] - v_got;
+        v_quota := v_quota - v_got;
+        v_left := v_left - v_got;
+        exit when p_job_id is not null;
       end loop;
       v_full[v_i] := v_quota <= 0;
       v_before := relay.set_tenant(v_before);
@@ -261,7 +231,7 @@ end $$;
 
 -- Guarantees: as durable_claim, of one job.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
--- Locks: as durable_take. It never waits.
+-- Locks: as durable_claim. It never waits.
 create or replace function relay.durable_claim_next(
   p_tenant text, p_job_id uuid, p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval)
 returns table (
@@ -272,16 +242,12 @@ language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set timezone = 'UTC'
 as $$
-declare
-  v_before text := relay.bind_tenant(p_tenant, null, '{worker}');
-  v_tenant text := coalesce(p_tenant, v_before);
 begin
-  if (p_limit >= 1 and p_claimed_by <> '' and p_token is not null and p_lease > interval '0') is not true then
-    raise exception 'durable_claim_next needs a positive limit and lease, claimed_by and a token' using errcode = 'S2020';
+  if p_job_id is null then
+    raise exception 'durable_claim_next needs a job id' using errcode = 'S2020';
   end if;
-  perform relay.durable_promote(v_tenant, greatest(p_limit, 100));
-  return query select t.* from relay.durable_take(v_tenant, p_job_id, p_limit, p_claimed_by, p_token, p_lease) t;
-  perform relay.unbind_tenant(v_before);
+  return query
+  select c.* from relay.durable_claim(array[p_tenant], null, null, p_limit, p_claimed_by, p_token, p_lease, 0, null, p_job_id) c;
 end $$;
 
 -- Guarantees: claims the chunk if it is as it was read: at that lease_version, pending or a retry whose time has come, of a job that is
@@ -289,7 +255,7 @@ end $$;
 --   begins when it is granted, by the clock, and nobody sees it before the commit.
 -- Errors: S2001, S2002, S2003; S2020 bad arguments.
 -- Locks: the job's row, FOR KEY SHARE SKIP LOCKED: where it is locked by a change of status, there is no claim. The chunk's,
---   FOR UPDATE; waits for it.
+--   FOR UPDATE SKIP LOCKED: whoever has it locked was first. It never waits, since a pause of the job would wait with it.
 create or replace function relay.durable_claim_chunk(
   p_tenant text, p_job_id uuid, p_seq bigint, p_lease_version bigint, p_claimed_by text, p_token uuid, p_lease interval)
 returns table (
@@ -315,9 +281,8 @@ begin
   select j.kind, j.status, j.params::text as params, j.idempotent, j.max_attempts into v_job from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for key share skip locked;
   if v_job.status in ('queued', 'running') then
-    select c.ctid as row_id, c.status, c.lease_version, c.available_at into v_chunk from relay.durable_chunk c
-    where c.tenant_id = v_tenant and c.job_id = p_job_id and c.seq = p_seq for update;
-    -- The clock after the lock.
+    select c.status, c.lease_version, c.available_at into v_chunk from relay.durable_chunk c
+    where c.tenant_id = v_tenant and c.job_id = p_job_id and c.seq = p_seq for update skip locked;
     v_now := clock_timestamp();
     if v_chunk.status in ('pending', 'retry') and v_chunk.lease_version = p_lease_version
        and coalesce(v_chunk.available_at <= v_now, true) then
@@ -325,9 +290,13 @@ begin
         perform relay.durable_start(v_tenant, p_job_id, p_claimed_by);
       end if;
       return query
-      select 'claimed', v_tenant, p_job_id, r.seq, v_job.kind, v_job.params, v_job.idempotent, v_job.max_attempts, r.payload,
-             r.checkpoint, r.attempts, r.lease_version, r.rows_total, r.rows_done, r.rows_failed, v_now + p_lease, null::interval
-      from relay.durable_run(v_tenant, v_now, array[v_chunk.row_id], p_claimed_by, p_token, v_now + p_lease) r;
+      update relay.durable_chunk c
+      set status = 'running', attempts = c.attempts + 1, lease_version = c.lease_version + 1, lease_token = p_token,
+          lease_expires_at = v_now + p_lease, claimed_by = p_claimed_by, claimed_at = v_now, available_at = null, updated_at = v_now
+      where c.tenant_id = v_tenant and c.job_id = p_job_id and c.seq = p_seq
+      returning 'claimed', v_tenant, p_job_id, c.seq, v_job.kind, v_job.params, v_job.idempotent, v_job.max_attempts,
+        c.payload::text, c.checkpoint::text, c.attempts, c.lease_version, c.rows_total, c.rows_done, c.rows_failed,
+        v_now + p_lease, null::interval;
       perform relay.durable_tell(
         v_tenant, p_job_id, 'chunk_claimed', array[p_seq], null, null, array[p_claimed_by], null);
     end if;
@@ -359,11 +328,11 @@ begin
     v_before := relay.bind_tenant(v_name, null, '{worker}');
     v_tenant := coalesce(v_name, v_before);
     return query
-    select 'claimed', v_tenant, r.job_id, r.seq, j.kind, j.params, j.idempotent, j.max_attempts, r.payload, r.checkpoint,
-           r.attempts, r.lease_version, r.rows_total, r.rows_done, r.rows_failed, r.lease_expires_at, null::interval
-    -- The order is there for the index that gives it, which reads no chunk that is not running.
-    from (select c.job_id, c.seq, c.payload::text as payload, c.checkpoint::text as checkpoint, c.attempts, c.lease_version,
-                 c.rows_total, c.rows_done, c.rows_failed, c.lease_expires_at, c.lease_token
+    select 'claimed', v_tenant, r.job_id, r.seq, j.kind, j.params, j.idempotent, j.max_attempts, r.payload::text,
+           r.checkpoint::text, r.attempts, r.lease_version, r.rows_total, r.rows_done, r.rows_failed, r.lease_expires_at, null::interval
+    -- The order is there for the index that gives it, which reads no chunk that is not running. Payloads become text outside, or
+    -- those of all that runs would be fetched.
+    from (select c.job_id, c.seq, c.payload, c.checkpoint, c.attempts, c.lease_version, c.rows_total, c.rows_done, c.rows_failed, c.lease_expires_at, c.lease_token
           from relay.durable_chunk c
           where c.tenant_id = v_tenant and c.status = 'running' order by c.job_id, c.seq offset 0) r
     cross join lateral (

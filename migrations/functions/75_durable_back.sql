@@ -26,7 +26,6 @@ declare
   v_before text := relay.bind_tenant(p_tenant, null, '{worker}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_row    record;
-  v_most   bigint;
   v_at     timestamptz;
 begin
   if p_delay < interval '0' or p_delay > interval '10000 days' then
@@ -35,8 +34,7 @@ begin
   last := false;
   v_row := relay.durable_hold(v_tenant, p_job_id, p_seq, p_token, p_version);
   if v_row.row_id is not null then
-    select j.max_attempts into v_most from relay.durable_job j where j.tenant_id = v_tenant and j.job_id = p_job_id;
-    status := case when p_retryable and v_row.attempts < v_most then 'retry' else 'failed' end;
+    status := case when p_retryable and v_row.attempts < v_row.most then 'retry' else 'failed' end;
     v_at := case when status = 'retry' and p_delay > interval '0' then v_row.at + p_delay end;
     perform relay.durable_move(v_tenant, v_row.at, array[v_row.row_id], status, 'keep', v_at, coalesce(p_message, 'failed'));
     perform relay.durable_tell(
@@ -45,7 +43,7 @@ begin
       array[jsonb_strip_nulls(jsonb_build_object(
         'attempt', v_row.attempts, 'error', left(p_message, 1000), 'retryable', p_retryable,
         'delay_ms', case when v_at is not null then round(extract(epoch from p_delay) * 1000) end))]);
-    last := not relay.durable_has_open(v_tenant, p_job_id, false, p_seq);
+    last := relay.durable_is_last(v_tenant, p_job_id);
   end if;
   perform relay.unbind_tenant(v_before);
 end $$;
@@ -90,10 +88,10 @@ begin
     v_before := relay.bind_tenant(v_name, null, '{worker}');
     v_tenant := coalesce(v_name, v_before);
     select array_agg(i.n), array_agg(l.row_id), array_agg(l.until) into v_ns, v_rows, v_ends
-    from (select distinct on (u.job_id, u.seq, u.version) u.* from (
+    from (select distinct on (u.job_id, u.seq, u.version, u.token) u.* from (
             select p.n, p_job_ids[p.n] as job_id, p_seqs[p.n] as seq, p_tokens[p.n] as token, p_versions[p.n] as version
             from unnest(v_places) as p (n)) u
-          order by u.job_id, u.seq, u.version, u.n) i
+          order by u.job_id, u.seq, u.version, u.token, u.n) i
     cross join lateral (
       select c.ctid as row_id, c.lease_expires_at as until from relay.durable_chunk c
       where c.tenant_id = v_tenant and c.job_id = i.job_id and c.seq = i.seq and c.lease_token = i.token
@@ -105,7 +103,8 @@ begin
     into v_ns, v_rows, v_states
     from unnest(v_ns, v_rows, v_ends) as u (n, row_id, until)
     cross join lateral (
-      select b.status from relay.durable_job b where b.tenant_id = v_tenant and b.job_id = p_job_ids[u.n] limit 1) j
+      select b.status from relay.durable_job b
+      where b.tenant_id = v_tenant and b.job_id = p_job_ids[u.n] limit 1) j
     where u.until > v_now and j.status <> 'removing';
     foreach v_to in array array[p_to, 'cancelled'] loop
       if v_to = any (v_states) then
@@ -114,6 +113,12 @@ begin
                             where u.status = v_to), v_to, 'back', null, null);
       end if;
     end loop;
+    if 'cancelled' = any (v_states) then
+      -- Such a job has ended, so nobody else comes to count it.
+      perform relay.durable_recount(v_tenant, b.job_id)
+      from (select distinct p_job_ids[u.n] as job_id
+            from unnest(v_ns, v_states) as u (n, status) where u.status = 'cancelled') b;
+    end if;
     return query select u.n, 'applied', u.status from unnest(v_ns, v_states) as u (n, status);
     return query
     select u.n, 'stale', null::text from (select unnest(v_places) except select unnest(v_ns)) as u (n);
@@ -246,6 +251,10 @@ begin
                 from unnest(v_of) as u (i)));
       end if;
     end loop;
+    if v_job.status in ('completed', 'completed_with_errors', 'failed', 'cancelled') then
+      -- It has ended, so nobody else comes to count it.
+      perform relay.durable_recount(v_tenant, v_id);
+    end if;
     return query
     select v_tenant, v_id, u.seq, u.status, u.attempts, u.version, u.holder
     from unnest(v_seqs, v_tos, v_tries, v_fences, v_names) as u (seq, status, attempts, version, holder);

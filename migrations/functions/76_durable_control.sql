@@ -26,12 +26,11 @@ begin
     else false end;
 end $$;
 
--- Guarantees: the chunks of the job that are p_from (of p_seqs, where given) and that the caller may change are p_to; returns how
---   many. It waits for chunks that are locked, in the order of their seq, for a second in all; where that is over it takes
---   those that are not locked.
+-- Guarantees: the chunks of the job that are p_from (of p_seqs, where given) are p_to; returns how many. It waits for chunks that are
+--   locked, in the order of their seq, for a second in all; where that is over it takes those that are not locked.
 -- Locks: the chunks, FOR UPDATE. The caller has the job's row.
 create or replace function relay.durable_sweep_chunks(
-  p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text)
+  p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text)
 returns bigint
 language plpgsql
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
@@ -49,6 +48,7 @@ begin
     select array_agg(l.row_id) into v_rows
     from (select c.ctid as row_id from relay.durable_chunk c
           where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = any (p_from)
+            and (p_seqs is null or c.seq = any (p_seqs))
           order by c.seq offset 0 for update nowait) l;
   exception when lock_not_available then
     begin
@@ -58,6 +58,7 @@ begin
           'lock_timeout', greatest(extract(epoch from v_until - clock_timestamp()) * 1000, 1)::bigint::text, true);
         select c.ctid, c.seq into v_row, v_seq from relay.durable_chunk c
         where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq > v_seq and c.status = any (p_from)
+          and (p_seqs is null or c.seq = any (p_seqs))
         order by c.seq limit 1 for update;
         exit when v_row is null;
         v_rows := v_rows || v_row;
@@ -67,13 +68,14 @@ begin
       select array_agg(l.row_id) into v_rows
       from (select c.ctid as row_id from relay.durable_chunk c
             where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = any (p_from)
+              and (p_seqs is null or c.seq = any (p_seqs))
             order by c.seq offset 0 for update skip locked) l;
     end;
   end;
   if v_rows is null then
     return 0;
   end if;
-  return relay.durable_move(p_tenant, clock_timestamp(), v_rows, p_to, p_attempts, null, null);
+  return relay.durable_move(p_tenant, clock_timestamp(), v_rows, p_to, p_attempts, null, p_error);
 end $$;
 
 -- Guarantees: does p_action, and tells what that was:
@@ -134,14 +136,14 @@ begin
       v_to := 'cancelled';
       -- First the job: what a holder's transaction says after this commit is refused, also of a chunk that is left out here.
       v_job := relay.durable_turn_to(v_tenant, p_job_id, v_to);
-      chunks := relay.durable_sweep_chunks(v_tenant, p_job_id, '{pending,retry,running}', 'cancelled', 'keep');
+      chunks := relay.durable_sweep_chunks(v_tenant, p_job_id, '{pending,retry,running}', 'cancelled', 'keep', null, null);
     else
       outcome := case when was = 'cancelled' then 'already' when v_ended then 'too_late' else 'refused' end;
     end if;
   elsif was in ('completed', 'cancelled') then
     outcome := case was when 'completed' then 'already' else 'refused' end;
   else
-    chunks := relay.durable_sweep_chunks(v_tenant, p_job_id, '{failed}', 'retry', 'reset');
+    chunks := relay.durable_sweep_chunks(v_tenant, p_job_id, '{failed}', 'retry', 'reset', null, null);
     v_to := case when chunks > 0 and was in ('completed_with_errors', 'failed', 'needs_review') then 'running' else was end;
     if chunks = 0 then
       outcome := 'already';
@@ -171,7 +173,7 @@ end $$;
 -- Guarantees: the chunk that waits for a person is, as p_decision says, to be run again as if it never had been ('retry'), 'done' or
 --   'failed'; told with p_actor and p_note, in one transaction. A job that waited for it goes on, or ends.
 --   outcome: applied; too_late (the chunk does not wait for anybody: already resolved, or never did); refused ('retry' in a
---   cancelled job); unknown. chunk_status, status: the chunk's and the job's now.
+--   job that is cancelled or completed); unknown. chunk_status, status: the chunk's and the job's now.
 -- Errors: S2001, S2002, S2003; S2020 another decision.
 -- Locks: the job's row, FOR UPDATE; then the chunk's; waits for both.
 create or replace function relay.durable_resolve(
@@ -202,7 +204,7 @@ begin
     outcome := 'unknown';
   elsif chunk_status <> 'needs_review' then
     outcome := 'too_late';
-  elsif v_job.status = 'cancelled' and p_decision = 'retry' then
+  elsif v_job.status in ('cancelled', 'completed') and p_decision = 'retry' then
     outcome := 'refused';
   else
     outcome := 'applied';
@@ -217,7 +219,7 @@ begin
     if p_decision = 'retry' and v_job.status not in ('queued', 'running', 'paused') then
       perform relay.durable_turn_to(v_tenant, p_job_id, 'running');
     end if;
-    v_job := relay.durable_conclude(v_tenant, p_job_id, p_actor, p_channel);
+    v_job := relay.durable_conclude(v_tenant, p_job_id, p_actor, p_channel, false, false);
     status := v_job.status;
     perform relay.durable_ring(v_tenant, array[p_job_id], p_decision = 'retry');
   end if;
@@ -227,8 +229,10 @@ end $$;
 -- Guarantees: if the job's status is among p_from, it is p_to, with the columns of p_extra (priority, max_attempts, last_error,
 --   params), and p_event, where given, is told: {"type", "seq", "actor", "channel", "holder", "detail"}; in one transaction.
 --   Returns whether this caller won; where not, nothing is written, the event neither. completed and cancelled never
---   change. It moves no chunk: relay.durable_control does what a person means.
--- Errors: S2001, S2002, S2003; S2020 a status that is none, a column that is not of those.
+--   change. It moves no chunk: relay.durable_control does what a person means. Where p_to is an end, the counters are those
+--   of its moment.
+-- Errors: S2001, S2002, S2003; S2020 a status that is none, a column that is not of those or a value that is not its, an
+--   event without a type.
 -- Locks: the job's row, FOR UPDATE; waits for it.
 create or replace function relay.durable_set_job_status(
   p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb default '{}', p_event jsonb default null)
@@ -243,10 +247,16 @@ declare
   v_tenant text := coalesce(p_tenant, v_before);
   v_status text;
   v_won    boolean;
+  v_job    record;
 begin
   if not coalesce(p_from || p_to <@ '{queued,running,paused,needs_review,completed,completed_with_errors,failed,cancelled}', false)
   then
     raise exception 'not a status of a durable job' using errcode = 'S2020';
+  end if;
+  if p_event is not null
+     and (coalesce(octet_length(p_event ->> 'type') not between 1 and 100, true)
+          or coalesce(p_event ->> 'seq', '1') !~ '^[1-9][0-9]{0,17}\Z') then
+    raise exception 'an event is an object with a type of 1 to 100 bytes, and a number of a chunk, if any' using errcode = 'S2020';
   end if;
   perform relay.durable_check_extra(p_extra);
   select j.status into v_status from relay.durable_job j
@@ -255,6 +265,9 @@ begin
   if v_won then
     perform relay.durable_turn_to(v_tenant, p_job_id, p_to);
     perform relay.durable_write_extra(v_tenant, p_job_id, p_extra);
+    if p_to in ('completed', 'completed_with_errors', 'failed', 'cancelled') then
+      v_job := relay.durable_count(v_tenant, p_job_id);
+    end if;
     if p_event is not null then
       perform relay.durable_tell(
         v_tenant, p_job_id, p_event ->> 'type', array[(p_event ->> 'seq')::bigint], p_event ->> 'actor',
@@ -266,7 +279,7 @@ begin
   return v_won;
 end $$;
 
--- Guarantees: nothing, but that p_extra is an object whose columns may be written from outside.
+-- Guarantees: nothing, but that p_extra is an object whose columns may be written from outside, and have such values.
 -- Errors: S2020 it is not.
 create or replace function relay.durable_check_extra(p_extra jsonb) returns void
 language plpgsql
@@ -276,6 +289,8 @@ begin
      or p_extra - '{priority,max_attempts,last_error,params}'::text[] <> '{}' then
     raise exception 'of a durable job only priority, max_attempts, last_error and params can be written'
       using errcode = 'S2020';
+  elsif coalesce(p_extra ->> 'priority', '0') !~ '^-?[0-9]{1,18}\Z' or coalesce(p_extra ->> 'max_attempts', '1') !~ '^[1-9][0-9]{0,17}\Z' then
+    raise exception 'priority is a whole number, and max_attempts one of at least 1' using errcode = 'S2020';
   end if;
 end $$;
 
@@ -325,9 +340,10 @@ end $$;
 
 -- Guarantees: the job's chunks whose status is among p_from (and seq among p_seqs, where given) are p_to, each with its lease_version
 --   one higher and in nobody's hands: who held it has lost it. p_extra: last_error, and "attempts": "reset". Returns how
---   many. It tells no event and ends no job.
+--   many. It tells no event and ends no job. After a second of waiting, those that are locked stay as they are:
+--   a transaction of a handler may be open for minutes, and a pause of the job would wait for it too.
 -- Errors: S2001, S2002, S2003; S2020 a status that is none, running as p_to, another column.
--- Locks: the job's row, FOR KEY SHARE; then the chunks, FOR UPDATE, in the order of seq; waits for them.
+-- Locks: the job's row, FOR KEY SHARE; then the chunks, FOR UPDATE, in the order of seq; waits for them, up to a second.
 create or replace function relay.durable_set_chunk_statuses(
   p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb default '{}', p_seqs bigint[] default null)
 returns bigint
@@ -339,7 +355,6 @@ as $$
 declare
   v_before text := relay.bind_tenant(p_tenant);
   v_tenant text := coalesce(p_tenant, v_before);
-  v_rows   tid[];
   v_count  bigint := 0;
   v_status text;
 begin
@@ -354,15 +369,10 @@ begin
   select j.status into v_status from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for key share;
   if v_status not in ('submitting', 'removing') then
-    select array_agg(l.row_id) into v_rows
-    from (select c.ctid as row_id from relay.durable_chunk c
-          where c.tenant_id = v_tenant and c.job_id = p_job_id and c.status = any (p_from)
-            and (p_seqs is null or c.seq = any (p_seqs))
-          order by c.seq offset 0 for update) l;
+    v_count := relay.durable_sweep_chunks(
+      v_tenant, p_job_id, p_from, p_to, coalesce(p_extra ->> 'attempts', 'keep'), p_seqs, p_extra ->> 'last_error');
   end if;
-  if v_rows is not null then
-    v_count := relay.durable_move(
-      v_tenant, clock_timestamp(), v_rows, p_to, coalesce(p_extra ->> 'attempts', 'keep'), null, p_extra ->> 'last_error');
+  if v_count > 0 then
     perform relay.durable_ring(v_tenant, array[p_job_id], p_to in ('pending', 'retry'));
   end if;
   perform relay.unbind_tenant(v_before);

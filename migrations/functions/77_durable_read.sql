@@ -1,7 +1,8 @@
 -- role: relay_api
 -- room: durable
 --
--- To look. Nothing here changes or locks anything; a job that is being submitted or removed is as one that is not there.
+-- To look. Nothing here changes or locks anything; a job that is being submitted or removed is as one that is not there. And
+-- nobody is shown a lease_token: it is the fence, and its holder's alone.
 --
 --   relay.durable_jobs        jobs by id, with their counters of this moment where asked for
 --   relay.durable_chunks      chunks of a job, in their order
@@ -63,7 +64,7 @@ create or replace function relay.durable_chunks(
   p_tenant text, p_job_id uuid, p_seqs bigint[] default null, p_after bigint default 0, p_limit bigint default 1000,
   p_status text default null)
 returns table (
-  job_id uuid, seq bigint, payload text, status text, attempts bigint, lease_version bigint, lease_token uuid,
+  job_id uuid, seq bigint, payload text, status text, attempts bigint, lease_version bigint,
   lease_expires_at timestamptz, claimed_by text, claimed_at timestamptz, available_at timestamptz, checkpoint text,
   outcome text, rows_total bigint, rows_done bigint, rows_failed bigint, last_error text, created_at timestamptz,
   updated_at timestamptz, ended_at timestamptz)
@@ -81,7 +82,7 @@ begin
   if v_status not in ('submitting', 'removing') then
     if p_seqs is not null then
       return query
-      select c.job_id, c.seq, c.payload::text, c.status, c.attempts, c.lease_version, c.lease_token, c.lease_expires_at,
+      select c.job_id, c.seq, c.payload::text, c.status, c.attempts, c.lease_version, c.lease_expires_at,
              c.claimed_by, c.claimed_at, c.available_at, c.checkpoint::text, c.outcome::text, c.rows_total, c.rows_done,
              c.rows_failed, c.last_error, c.created_at, c.updated_at, c.ended_at
       from (select distinct p.seq from unnest(p_seqs) as p (seq) order by p.seq) u
@@ -91,7 +92,7 @@ begin
       order by u.seq;
     else
       return query
-      select c.job_id, c.seq, c.payload::text, c.status, c.attempts, c.lease_version, c.lease_token, c.lease_expires_at,
+      select c.job_id, c.seq, c.payload::text, c.status, c.attempts, c.lease_version, c.lease_expires_at,
              c.claimed_by, c.claimed_at, c.available_at, c.checkpoint::text, c.outcome::text, c.rows_total, c.rows_done,
              c.rows_failed, c.last_error, c.created_at, c.updated_at, c.ended_at
       from relay.durable_chunk c
@@ -223,20 +224,23 @@ begin
   end if;
   if exists (select 1 from jsonb_array_elements(p_filter) as f (c)
              where jsonb_typeof(f.c) <> 'object' or not coalesce(v_kinds ? (f.c ->> 'column'), false)
-                or coalesce(f.c ->> 'op' not in ('=', '<>', '<', '<=', '>', '>=', 'in', 'is_null', 'not_null'), true)) then
-    raise exception 'the filter names a column or an operator that there is not' using errcode = 'S2020';
+                or coalesce(f.c ->> 'op' not in ('=', '<>', '<', '<=', '>', '>=', 'in', 'is_null', 'not_null'), true)
+                or case when f.c ->> 'op' = 'in' then jsonb_typeof(f.c -> 'value') is distinct from 'array'
+                        when f.c ->> 'op' not in ('is_null', 'not_null')
+                          then coalesce(jsonb_typeof(f.c -> 'value') in ('null', 'array', 'object'), true) end) then
+    raise exception 'the filter names a column or an operator that there is not, or no value for it' using errcode = 'S2020';
   end if;
   if p_table = 'job' then
     v_high := coalesce(v_job, v_high);
     return query
-    select to_jsonb(r)::text, jsonb_build_array(r.job_id)::text
+    select (to_jsonb(r) - '{tenant_id,rank,job_seq}'::text[])::text, jsonb_build_array(r.job_id)::text
     from (select j.* from relay.durable_job j
           where j.tenant_id = v_tenant and j.job_id >= v_low and j.job_id <= v_high and j.job_id is distinct from v_job
             and j.status not in ('submitting', 'removing') and relay.durable_meets(to_jsonb(j), p_filter, v_kinds)
           order by j.job_id desc limit p_limit) r;
   elsif p_table = 'chunk' then
     return query
-    select to_jsonb(r)::text, jsonb_build_array(r.job_id, r.seq)::text
+    select (to_jsonb(r) - '{tenant_id,lease_token,rows_saved}'::text[])::text, jsonb_build_array(r.job_id, r.seq)::text
     from (select c.* from relay.durable_chunk c
           where c.tenant_id = v_tenant and c.job_id >= v_low and c.job_id <= v_high
             and (c.job_id, c.seq) > (coalesce(v_job, v_low), coalesce(v_seq, 0))
@@ -247,7 +251,7 @@ begin
           order by c.job_id, c.seq limit p_limit) r;
   elsif p_table = 'row_error' then
     return query
-    select to_jsonb(r)::text, jsonb_build_array(r.job_id, r.seq, r.row_no, r.code)::text
+    select (to_jsonb(r) - 'tenant_id')::text, jsonb_build_array(r.job_id, r.seq, r.row_no, r.code)::text
     from (select e.* from relay.durable_row_error e
           where e.tenant_id = v_tenant and e.job_id >= v_low and e.job_id <= v_high
             and (e.job_id, e.seq, e.row_no, e.code)
@@ -260,7 +264,7 @@ begin
           order by e.job_id, e.seq, e.row_no, e.code limit p_limit) r;
   else
     return query
-    select to_jsonb(r)::text, jsonb_build_array(r.job_id, r.xid::text, r.n)::text
+    select (to_jsonb(r) - 'tenant_id')::text, jsonb_build_array(r.job_id, r.xid::text, r.n)::text
     from (select e.* from relay.durable_event e
           where e.tenant_id = v_tenant and e.job_id >= v_low and e.job_id <= v_high
             and (e.job_id, e.xid, e.n)

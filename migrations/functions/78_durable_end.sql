@@ -81,6 +81,7 @@ begin
 end $$;
 
 -- Guarantees: at most p_limit jobs of the tenant of which nothing can run any more, though nobody has ended them, have ended; a row each.
+--   Those that are paused too: who ran their last chunk may have died before he could end them.
 -- Errors: S2001, S2002, S2003.
 -- Locks: the jobs, FOR UPDATE SKIP LOCKED. It never waits.
 create or replace function relay.durable_finish_lost(p_tenant text, p_limit bigint)
@@ -98,12 +99,24 @@ declare
   v_was    text;
   v_job    record;
 begin
+  -- The probes of durable_has_open, here, since a call of it for each of ten thousand jobs would take most of the time.
   select array_agg(f.job_id order by f.job_id) into v_ids
   from (select o.job_id
-        from (select j.job_id, j.chunks_total from relay.durable_job j
-              where j.tenant_id = v_tenant and j.status in ('queued', 'running')
-              order by j.kind, j.rank, j.job_seq, j.job_id offset 0) o
-        where o.chunks_total > 0 and not relay.durable_has_open(v_tenant, o.job_id)
+        from ((select j.job_id, j.chunks_total from relay.durable_job j
+               where j.tenant_id = v_tenant and j.status in ('queued', 'running')
+               order by j.kind, j.rank, j.job_seq, j.job_id offset 0)
+              union all
+              (select j.job_id, j.chunks_total from relay.durable_job j
+               where j.tenant_id = v_tenant and j.status = 'paused' order by j.updated_at offset 0)) o
+        where o.chunks_total > 0 and coalesce(
+          (select true from relay.durable_chunk c
+           where c.tenant_id = v_tenant and c.job_id = o.job_id and c.status in ('pending', 'retry') and c.available_at is null
+           order by c.seq desc limit 1),
+          (select true from relay.durable_chunk c
+           where c.tenant_id = v_tenant and c.job_id = o.job_id and c.status = 'running' order by c.seq desc limit 1),
+          (select true from relay.durable_chunk c
+           where c.tenant_id = v_tenant and c.job_id = o.job_id and c.available_at is not null order by c.seq desc limit 1))
+          is null
         limit p_limit) f;
   foreach v_id in array coalesce(v_ids, '{}') loop
     select j.status into v_was from relay.durable_job j
@@ -148,9 +161,9 @@ begin
         where j.tenant_id = v_tenant and j.status in ('completed', 'completed_with_errors', 'failed', 'cancelled')
           and j.ended_at < v_ended
         order by j.ended_at limit p_limit for update skip locked) l;
-  select array_agg(l.job_id) filter (where l.status = 'submitting') into v_more
-  from (select j.job_id, j.status from relay.durable_job j
-        where j.tenant_id = v_tenant and j.status in ('submitting', 'removing') and j.updated_at < v_idle
+  select array_agg(l.job_id) into v_more
+  from (select j.job_id from relay.durable_job j
+        where j.tenant_id = v_tenant and j.status = 'submitting' and j.updated_at < v_idle
         order by j.updated_at limit p_limit for update skip locked) l;
   v_ids := v_ids || v_more;
   foreach v_id in array coalesce(v_ids, '{}') loop
@@ -204,12 +217,11 @@ declare
   v_all    bigint := 0;
 begin
   for v_job in
-    select j.job_id, j.ctid as row_id, j.status from relay.durable_job j
-    where j.tenant_id = v_tenant and j.status in ('submitting', 'removing')
+    select j.job_id, j.ctid as row_id from relay.durable_job j
+    where j.tenant_id = v_tenant and j.status = 'removing'
     order by j.updated_at limit 100 for update skip locked
   loop
     exit when v_all >= p_limit;
-    continue when v_job.status <> 'removing';
     v_chunks := array(select c.ctid from relay.durable_chunk c
                       where c.tenant_id = v_tenant and c.job_id = v_job.job_id order by c.seq limit p_limit);
     v_errors := array(select r.ctid from relay.durable_row_error r

@@ -82,16 +82,18 @@ begin
     return query select u.tenant_id from unnest(v_names) as u (tenant_id)
     where (select true from relay.durable_job j
            where j.tenant_id = u.tenant_id and j.status in ('queued', 'running')
-           order by j.kind, j.rank, j.job_seq, j.job_id limit 1);
+           order by j.kind, j.rank, j.job_seq, j.job_id limit 1)
+       or (select true from relay.durable_job j
+           where j.tenant_id = u.tenant_id and j.status = 'paused' order by j.updated_at limit 1);
   elsif p_name = 'remove' then
     return query select u.tenant_id from unnest(v_names) as u (tenant_id)
     where (select j.ended_at from relay.durable_job j
            where j.tenant_id = u.tenant_id and j.status in ('completed', 'completed_with_errors', 'failed', 'cancelled')
            order by j.ended_at limit 1) < v_ended
-       or (select true
-           from (select j.status, j.updated_at from relay.durable_job j
-                 where j.tenant_id = u.tenant_id and j.status in ('submitting', 'removing') order by j.updated_at offset 0) h
-           where h.status = 'removing' or h.updated_at < v_idle limit 1);
+       or (select j.updated_at from relay.durable_job j
+           where j.tenant_id = u.tenant_id and j.status = 'submitting' order by j.updated_at limit 1) < v_idle
+       or (select true from relay.durable_job j
+           where j.tenant_id = u.tenant_id and j.status = 'removing' order by j.updated_at limit 1);
   end if;
 end $$;
 -- Guarantees: the tenants that this login is bound to, as whatever; for a login that is bound to every tenant, those that have a job.

@@ -29,7 +29,7 @@ grant execute on function
 to relay_gateway, relay_operator;
 
 grant execute on function
-  relay.durable_claim(text[], text[], bigint[], bigint, text, uuid, interval, bigint, jsonb),
+  relay.durable_claim(text[], text[], bigint[], bigint, text, uuid, interval, bigint, jsonb, uuid),
   relay.durable_claim_next(text, uuid, bigint, text, uuid, interval),
   relay.durable_claim_chunk(text, uuid, bigint, bigint, text, uuid, interval),
   relay.durable_claim_again(text[], uuid), relay.durable_candidates(text, text[], bigint, uuid),

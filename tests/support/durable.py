@@ -155,12 +155,12 @@ async def heartbeat(
 ) -> list[str]:
     """Return what is said of each."""
     rows = await worker.fetch(
-        "select n, outcome from relay.durable_heartbeat($1, $2, $3, $4, $5, $6, $7) order by n",
+        "select places, outcome from relay.durable_heartbeat($1, $2, $3, $4, $5, $6, $7)",
         *_arrays(leases, tenant),
         seconds(lease),
         rows_done,
     )
-    return [row["outcome"] for row in rows]
+    return _placed(rows, len(leases))
 
 
 async def checkpoint(
@@ -200,11 +200,21 @@ async def complete(
 async def complete_many(worker: Connection, *leases: Lease, tenant: str = TENANT) -> list[str]:
     """Complete many; return what is said of each."""
     rows = await worker.fetch(
-        "select n, outcome from relay.durable_complete_many($1, $2, $3, $4, $5, $6) order by n",
+        "select places, outcome from relay.durable_complete_many($1, $2, $3, $4, $5, $6)",
         *_arrays(leases, tenant),
         ["{}"] * len(leases),
     )
-    return [row["outcome"] for row in rows]
+    return _placed(rows, len(leases))
+
+
+def _placed(rows: Sequence[Any], count: int) -> list[str]:
+    """Put outcomes that come with their places (None: all) in the order of what was asked."""
+    said: dict[int, str] = {}
+    for row in rows:
+        for place in row["places"] or range(1, count + 1):
+            assert place not in said, f"two outcomes for one place: {rows}"
+            said[place] = row["outcome"]
+    return [said[place] for place in range(1, count + 1)]
 
 
 async def fail(
