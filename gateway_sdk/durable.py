@@ -41,9 +41,9 @@ from dispatch_core.listener import Listener
 from dispatch_core.settings import DurableJobsSettings
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.durable_calls import Calls, Closed
-from gateway_sdk.durable_read import JobEvents, is_within
+from gateway_sdk.durable_read import JobEvents, JobWatch, is_within
 from gateway_sdk.durable_submit import Chunks, NewJob, submit, submit_in
-from gateway_sdk.durable_watch import JobWatch, JobWatches
+from gateway_sdk.durable_watch import JobWatches
 from gateway_sdk.lanes import StartSoon
 from gateway_sdk.settings import GatewaySettings
 

@@ -1,16 +1,99 @@
-"""Read on in a job's timeline, event by event, and follow it until the job has ended."""
+"""What a caller iterates: how far a job is, and its timeline, event by event, until the job has ended."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from dispatch_core.durable_models import EventPage, JobEvent
+from dispatch_core.durable_models import DurableJob, EventPage, JobEvent, JobProgress
 from dispatch_core.errors import DatabaseError
-from gateway_sdk.durable_watch import Follower, Watcher
+from gateway_sdk.durable_watch import Watcher
 
-__all__ = ["JobEvents", "is_within"]
+__all__ = ["JobEvents", "JobWatch", "is_within"]
+
+
+class Follower:
+    """What an iterator is that waits for news of one job: it registers when it is first asked, and ends once.
+
+    Left early, it ends by `aclose`, or when nobody holds it any more.
+    """
+
+    __slots__ = ("_is_over", "_join", "_loop", "_watcher")
+
+    def __init__(self, join: Callable[[], Watcher] | None) -> None:
+        self._join = join
+        self._watcher: Watcher | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_over = False
+
+    async def _news(self) -> DurableJob:
+        """Return what is new. Raises: as `Watcher.next`."""
+        if self._watcher is None:
+            assert self._join is not None
+            self._loop = asyncio.get_running_loop()
+            self._watcher = self._join()
+        return await self._watcher.next()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._watcher is not None:
+            self._watcher.close()
+
+    async def aclose(self) -> None:
+        """End it. Idempotent: yes."""
+        self._end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    def __del__(self) -> None:
+        if self._watcher is not None and self._loop is not None and not self._is_over:
+            # Not at once: the collector may run anywhere, and in any thread.
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._watcher.close)
+
+
+class JobWatch(Follower):
+    """An async iterator of how far a job is: first where it stands, then whenever that has changed, last its end.
+
+    Who is slow is given the newest and not what came in between. An outage of the database is waited out, but for the
+    very first. One task may iterate it.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self, join: Callable[[], Watcher]) -> None:
+        super().__init__(join)
+        self._last: JobProgress | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> JobProgress:
+        """Return the next progress.
+
+        Raises: UnknownJobError, ClientClosedError; DatabaseUnavailableError before the first.
+        """
+        if self._is_over:
+            raise StopAsyncIteration
+        while True:
+            try:
+                progress = (await self._news()).progress
+            except Exception:
+                self._end()
+                raise
+            if progress.status.is_terminal:
+                self._end()
+            elif progress == self._last:
+                continue
+            self._last = progress
+            return progress
 
 
 class JobEvents(Follower):

@@ -13,18 +13,16 @@ A watcher holds the newest news and nothing else: who is slow skips what came in
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Final, Self
+from typing import Final
 from uuid import UUID
 
 import anyio
 
-from dispatch_core.durable_models import DurableJob, JobProgress
+from dispatch_core.durable_models import DurableJob
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError, UnknownJobError, WaitTimeoutError
 from dispatch_core.listener import Listener, ListenerState
@@ -33,7 +31,7 @@ from gateway_sdk.durable_calls import Calls, Closed
 from gateway_sdk.lanes import StartSoon
 from gateway_sdk.waits import for_job
 
-__all__ = ["Follower", "JobWatch", "JobWatches", "Watcher"]
+__all__ = ["JobWatches", "Watcher"]
 
 _YOUNG_SECONDS: Final = 0.05
 """The shortest time between two polls of a job that is not pushed."""
@@ -375,84 +373,3 @@ class JobWatches:
     def _plan_count(self, job: _Job) -> None:
         interval = min(self._calls.settings.poll_interval_seconds, _PROGRESS_SECONDS)
         job.count_due = time.monotonic() + interval * random.uniform(0.8, 1.0)
-
-
-class Follower:
-    """What an iterator is that waits for news of one job: it registers when it is first asked, and ends once.
-
-    Left early, it ends by `aclose`, or when nobody holds it any more.
-    """
-
-    __slots__ = ("_is_over", "_join", "_loop", "_watcher")
-
-    def __init__(self, join: Callable[[], Watcher] | None) -> None:
-        self._join = join
-        self._watcher: Watcher | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_over = False
-
-    async def _news(self) -> DurableJob:
-        """Return what is new. Raises: as `Watcher.next`."""
-        if self._watcher is None:
-            assert self._join is not None
-            self._loop = asyncio.get_running_loop()
-            self._watcher = self._join()
-        return await self._watcher.next()
-
-    def _end(self) -> None:
-        self._is_over = True
-        if self._watcher is not None:
-            self._watcher.close()
-
-    async def aclose(self) -> None:
-        """End it. Idempotent: yes."""
-        self._end()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._end()
-
-    def __del__(self) -> None:
-        if self._watcher is not None and self._loop is not None and not self._is_over:
-            # Not at once: the collector may run anywhere, and in any thread.
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._watcher.close)
-
-
-class JobWatch(Follower):
-    """An async iterator of how far a job is: first where it stands, then whenever that has changed, last its end.
-
-    Who is slow is given the newest and not what came in between. An outage of the database is waited out, but for the
-    very first. One task may iterate it.
-    """
-
-    __slots__ = ("_last",)
-
-    def __init__(self, join: Callable[[], Watcher]) -> None:
-        super().__init__(join)
-        self._last: JobProgress | None = None
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> JobProgress:
-        """Return the next progress.
-
-        Raises: UnknownJobError, ClientClosedError; DatabaseUnavailableError before the first.
-        """
-        if self._is_over:
-            raise StopAsyncIteration
-        while True:
-            try:
-                progress = (await self._news()).progress
-            except Exception:
-                self._end()
-                raise
-            if progress.status.is_terminal:
-                self._end()
-            elif progress == self._last:
-                continue
-            self._last = progress
-            return progress
