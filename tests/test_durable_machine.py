@@ -605,7 +605,7 @@ def test_holders_people_and_a_reaper_in_any_order_do_what_the_model_says(
             run_state_machine_as_test(
                 from_seed(seed)(Game),
                 settings=settings(
-                    max_examples=600 if is_long else 40,
+                    max_examples=600 if is_long else 30,
                     stateful_step_count=80 if is_long else 45,
                     deadline=None,
                     database=None,

@@ -84,7 +84,13 @@ class _Stage:
                 chunk_concurrency=1,
                 poll_seconds=60,
                 chunk_stop_seconds=20,
-                durable={"lease_seconds": 1.5, "sweep_seconds": 0.2, "finish_sweep_seconds": 600},
+                # Long, so that nothing held back is sent again; short where the chunk of an open transaction is left to
+                # the reaper.
+                durable={
+                    "lease_seconds": 3 if self.moment.endswith("told") else 60,
+                    "sweep_seconds": 0.2,
+                    "finish_sweep_seconds": 600,
+                },
             )
             self._handlers(relay)
             async with running(relay):
