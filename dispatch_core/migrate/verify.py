@@ -79,7 +79,7 @@ select format('%s has %s on %s', case a.grantee when 0 then 'PUBLIC' else a.gran
 from pg_class c join pg_namespace n on n.oid = c.relnamespace, aclexplode(c.relacl) a
 where n.nspname = 'relay'
   and (a.grantee = 0
-       -- Row security stands before no others: whoever writes the one has every right, who reads the other every channel.
+       -- Before these no row security stands: who writes the one has every right, who reads the other every channel.
        or c.relname in ('role_binding', 'installation')
           and a.grantee::regrole::text not in (c.relowner::regrole::text, 'relay_api', 'relay_sweep'))
 group by a.grantee, c.oid
