@@ -76,6 +76,11 @@ where a.application_name = $1 and a.pid <> pg_catalog.pg_backend_pid()
 """
 
 
+def _takes_no_writes(conn: ListeningConnection) -> bool:
+    # The server says so with the first answer after it was told to, unasked.
+    return getattr(conn.get_settings(), "default_transaction_read_only", "off") == "on"
+
+
 def _read_only() -> ConnectionLostError:
     return ConnectionLostError("the server takes no writes, so whoever rings does it elsewhere")
 
@@ -217,7 +222,9 @@ class Listener:
             try:
                 with mapped_errors():
                     rows: list[Any] = await conn.fetch(sql, *args, timeout=self._probe_seconds + self._probe_timeout)
-                    return rows
+                if _takes_no_writes(conn):
+                    raise _read_only()  # a ring that nobody hears
+                return rows
             except DatabaseUnavailableError as error:
                 self._lose(conn, error)
                 conn.terminate()  # `run` is told by the termination call-back, and connects anew
@@ -344,7 +351,7 @@ class Listener:
         with mapped_errors():
             await conn.listen([self._echo.channel], self._on_notification)
             sender = await self._echo.ring(conn)
-        if getattr(conn.get_settings(), "default_transaction_read_only", "off") == "on":
+        if _takes_no_writes(conn):
             raise _read_only()
         self.backend_pid = sender
         if sender == conn.get_server_pid():
