@@ -255,7 +255,8 @@ async def test_every_internal_function_is_among_those_that_were_tried(admin: Con
         "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
         "outbox_choose", "outbox_restart", "outbox_last", "outbox_matching",
         "durable_move", "durable_renew", "durable_done", "durable_tell", "durable_count", "durable_turn_to",
-        "durable_has_open", "durable_conclude", "durable_ring", "durable_snapshot", "durable_promote", "durable_start", "durable_hold", "durable_may", "durable_sweep_chunks",
+        "durable_has_open", "durable_conclude", "durable_ring", "durable_snapshot", "durable_promote", "durable_start",
+        "durable_hold", "durable_may", "durable_sweep_chunks",
         "durable_check_extra", "durable_write_extra", "durable_matches", "durable_meets", "durable_drop",
         "durable_recount", "durable_is_last", "durable_complete_one", "durable_complete_all",
     }  # fmt: skip
