@@ -131,7 +131,7 @@ async def test_what_is_no_argument_is_said_to_be_none(gateway: Connection, worke
     (lease,) = await durable.claim(worker)
     fence = [TENANT, *lease.fence]
     status = "select relay.durable_set_job_status($1, $2, '{running}', 'paused', $3::text::jsonb, $4::text::jsonb)"
-    for sql, *arguments in (
+    calls: list[tuple[Any, ...]] = [
         ("select relay.durable_checkpoint($1, $2, $3, $4, $5, '1', null, null, '-1 s')", *fence),
         ("select relay.durable_checkpoint($1, $2, $3, $4, $5, '1', null, null, '0 s')", *fence),
         ("select relay.durable_claim_next($1, null, 1, 'me', $2, '1 s')", TENANT, uuid4()),
@@ -140,7 +140,8 @@ async def test_what_is_no_argument_is_said_to_be_none(gateway: Connection, worke
         (status, TENANT, job_id, "{}", '{"type": "t", "seq": "x"}'),
         (status, TENANT, job_id, '{"priority": "high"}', None),
         (status, TENANT, job_id, '{"max_attempts": 0}', None),
-    ):
+    ]
+    for sql, *arguments in calls:
         assert await _state_of(worker, sql, *arguments) == "S2020", (sql, arguments)
     for wrong in ('{"op": ">"}', '{"op": "=", "value": null}', '{"op": "in", "value": 3}', '{"op": "=", "value": [1]}'):
         found = f'[{{"column": "kind", {wrong[1:]}]'
