@@ -93,10 +93,15 @@ async def test_a_ttl_of_a_day_is_24_hours_where_the_session_changes_its_clocks_w
     admin: Connection, gateway: Connection, worker: Connection
 ) -> None:
     """Intervals know days, and a day in a time zone with summer time may have 23 hours."""
-    # A zone that goes forward at the next midnight, whenever the test runs.
-    day = await admin.fetchval("select extract(doy from (now() + interval '1 day') at time zone 'UTC')::int - 1")
+    # A zone in which it is about noon, and which goes forward at the next midnight, whenever the test runs. (Between
+    # midnight and one o'clock the same time of the next day would be skipped, and that is no hour less.)
+    west = await admin.fetchval("select extract(hour from now() at time zone 'UTC')::int - 12")
+    day = await admin.fetchval(
+        "select extract(doy from (now() at time zone 'UTC') - make_interval(hours => $1) + interval '1 day')::int - 1",
+        west,
+    )
     for connection in (gateway, worker):
-        await connection.execute(f"set timezone = 'AAA0BBB-1,{day}/0:0:1,{(day + 90) % 365}/0'")
+        await connection.execute(f"set timezone = 'AAA{west}BBB{west - 1},{day}/0:0:1,{(day + 90) % 365}/0'")
     assert await gateway.fetchval("select now() + interval '1 day' < now() + interval '24 hours'")
     (job_id,) = await enqueue(gateway, ttl=timedelta(days=1), max_attempts=3)
     lifetime = await admin.fetchval(f"select expires_at - created_at from {QUEUE} where job_id = $1", job_id)
