@@ -386,6 +386,10 @@ class Controlled:
     chunks: int
     running: int
 
+    def and_then(self, more: Controlled) -> Controlled:
+        """Return what this and the statement that went on with it have done together."""
+        return Controlled(self.outcome, self.was, more.status, self.chunks + more.chunks, more.running)
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:

@@ -53,7 +53,9 @@ _RUN_SWEEPS: Final = (
     "select sweep, tenant_id, job_id, seq, status from relay.durable_run_sweeps($1::text, $2::bigint, $3::interval,"
     " $4::interval, $5::interval, $6::interval[])"
 )
-_CONTROL: Final = "select * from relay.durable_control($1::text, $2::uuid, $3::text, $4::text, $5::text, $6::text)"
+_CONTROL: Final = (
+    "select * from relay.durable_control($1::text, $2::uuid, $3::text, $4::text, $5::text, $6::text, $7::bigint)"
+)
 _RESOLVE: Final = (
     "select outcome, chunk_status, status from relay.durable_resolve($1::text, $2::uuid, $3::bigint, $4::text,"
     " $5::text, $6::text, $7::text)"
@@ -246,7 +248,30 @@ class DurableRepository(ReadingVerbs, WorkingVerbs):
         channel: str | None = None,
         note: str | None = None,
     ) -> Controlled:
-        """Pause, resume, cancel or retry_failed; tell what was really done. For gateways and operators."""
+        """Pause, resume, cancel or retry_failed; tell what was really done. For gateways and operators.
+
+        Of a job of very many chunks it is several statements: see `control_some`.
+        """
+        done, upto = await self.control_some(tenant, job_id, action, actor=actor, channel=channel, note=note)
+        while upto is not None:
+            more, upto = await self.control_some(
+                tenant, job_id, action, actor=actor, channel=channel, note=note, after=upto
+            )
+            done = done.and_then(more)
+        return done
+
+    async def control_some(
+        self,
+        tenant: str | None,
+        job_id: UUID,
+        action: str,
+        *,
+        actor: str | None = None,
+        channel: str | None = None,
+        note: str | None = None,
+        after: int = 0,
+    ) -> tuple[Controlled, int | None]:
+        """Do it, to 10,000 chunks at most; where there may be more, return also what `after` goes on behind them."""
         if action not in JOB_ACTIONS:
             raise InvalidInputError(f"action must be one of {', '.join(JOB_ACTIONS)}")
         ((row),) = await self._fetch(
@@ -255,9 +280,10 @@ class DurableRepository(ReadingVerbs, WorkingVerbs):
             check.identity("job_id", job_id),
             action,
             *_who(actor, channel, note),
+            check.count("after", after),
         )
         was, status = status_or_none(row["was"]), status_or_none(row["status"])
-        return Controlled(row["outcome"], was, status if was else None, row["chunks"], row["running"])
+        return Controlled(row["outcome"], was, status if was else None, row["chunks"], row["running"]), row["upto"]
 
     async def resolve(
         self,

@@ -202,7 +202,8 @@ class DurableJobs:
         """Let nothing of the job be claimed; relays give back what they hold, with its checkpoint.
 
         `actor`, `note`, and `channel`, the way by which it came, stand in the timeline. The answer says what was really
-        done; so after ConnectionLostError, when that is unknown, it is not done again. To call again is harmless.
+        done; so after ConnectionLostError, when that is unknown, it is not done again. To call again is harmless, and
+        goes on where a call that had to do with very many chunks was cut off.
         """
         return await self._control(job_id, "pause", actor, note, channel)
 
@@ -228,11 +229,20 @@ class DurableJobs:
         self, job_id: UUID | str, action: str, actor: str | None, note: str | None, channel: str
     ) -> Controlled:
         wanted = _job_id(job_id)
+        after = 0
 
-        async def run(repository: DurableRepository) -> Controlled:
-            return await repository.control(self._tenant, wanted, action, actor=actor, channel=channel, note=note)
+        async def run(repository: DurableRepository) -> tuple[Controlled, int | None]:
+            return await repository.control_some(
+                self._tenant, wanted, action, actor=actor, channel=channel, note=note, after=after
+            )
 
-        return await self._calls.decide(run, wanted)
+        done, upto = await self._calls.decide(run, wanted)
+        while upto is not None:
+            # The rest of very many chunks, some at a time. It is decided: so this may be sent again.
+            after = upto
+            more, upto = await self._calls.write(run, wanted)
+            done = done.and_then(more)
+        return done
 
     async def resolve(
         self,

@@ -280,7 +280,7 @@ CREATE FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor tex
     AS $$ … $$;
 ALTER FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean, p_count boolean) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text DEFAULT NULL::text, p_channel text DEFAULT NULL::text, p_note text DEFAULT NULL::text) RETURNS TABLE(outcome text, was text, status text, chunks bigint, running bigint)
+CREATE FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text DEFAULT NULL::text, p_channel text DEFAULT NULL::text, p_note text DEFAULT NULL::text, p_after bigint DEFAULT 0) RETURNS TABLE(outcome text, was text, status text, chunks bigint, running bigint, upto bigint)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'
@@ -292,7 +292,7 @@ CREATE FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action tex
     SET jit TO 'off'
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text, p_after bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_count(p_tenant text, p_job_id uuid) RETURNS record
     LANGUAGE plpgsql
@@ -848,7 +848,7 @@ CREATE FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text)
     AS $$ … $$;
 ALTER FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text) OWNER TO relay_api;
 
-CREATE FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text) RETURNS bigint
+CREATE FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text, p_after bigint DEFAULT 0, p_limit bigint DEFAULT NULL::bigint, OUT moved bigint, OUT last bigint) RETURNS record
     LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -860,7 +860,7 @@ CREATE FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from 
     SET plan_cache_mode TO 'force_generic_plan'
     SET lock_timeout TO '1s'
     AS $$ … $$;
-ALTER FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text) OWNER TO relay_api;
+ALTER FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text, p_after bigint, p_limit bigint, OUT moved bigint, OUT last bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) RETURNS boolean
     LANGUAGE plpgsql SECURITY DEFINER
@@ -2113,9 +2113,9 @@ REVOKE ALL ON FUNCTION relay.durable_complete_one(p_tenant text, p_job_id uuid, 
 
 REVOKE ALL ON FUNCTION relay.durable_conclude(p_tenant text, p_job_id uuid, p_actor text, p_channel text, p_empty boolean, p_count boolean) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) FROM PUBLIC;
-GRANT ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text) TO relay_operator;
+REVOKE ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text, p_after bigint) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text, p_after bigint) TO relay_gateway;
+GRANT ALL ON FUNCTION relay.durable_control(p_tenant text, p_job_id uuid, p_action text, p_actor text, p_channel text, p_note text, p_after bigint) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_count(p_tenant text, p_job_id uuid) FROM PUBLIC;
 
@@ -2247,7 +2247,7 @@ REVOKE ALL ON FUNCTION relay.durable_snapshot() FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_start(p_tenant text, p_job_id uuid, p_holder text) FROM PUBLIC;
 
-REVOKE ALL ON FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION relay.durable_sweep_chunks(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text, p_after bigint, p_limit bigint, OUT moved bigint, OUT last bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_sweep_turn(p_name text, p_every interval) TO relay_gateway;

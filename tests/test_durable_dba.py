@@ -14,7 +14,7 @@ from tests.support.durable import CHUNK, JOB, Lease
 from tests.support.protocol import TENANT, Connection, connected
 from tests.test_durable_states import HOLDERS, Stage, Verb, _put, _row
 
-_SWEEP = "relay.durable_sweep_chunks(text, uuid, text[], text, text, bigint[], text)"
+_SWEEP = "relay.durable_sweep_chunks(text, uuid, text[], text, text, bigint[], text, bigint, bigint)"
 
 
 async def _state_of(connection: Connection, sql: str, *arguments: Any) -> str | None:

@@ -96,7 +96,7 @@ class Stage:
         await self.admin.execute("grant insert on public.written to public")
         # A cancellation that finds a chunk locked need not be waited for a second here.
         await self.admin.execute(
-            "alter function relay.durable_sweep_chunks(text, uuid, text[], text, text, bigint[], text)"
+            "alter function relay.durable_sweep_chunks(text, uuid, text[], text, text, bigint[], text, bigint, bigint)"
             " set lock_timeout = '10ms'"
         )
 

@@ -26,12 +26,13 @@ begin
     else false end;
 end $$;
 
--- Guarantees: the chunks of the job that are p_from (of p_seqs, where given) are p_to; returns how many. It waits for chunks that are
+-- Guarantees: the chunks of the job behind p_after that are p_from (of p_seqs, where given), at most p_limit of them, are p_to; moved: how
+--   many; last: the number of the last one where there may be more behind it. It waits for chunks that are
 --   locked, in the order of their seq, for a second in all; where that is over it takes those that are not locked.
 -- Locks: the chunks, FOR UPDATE. The caller has the job's row.
 create or replace function relay.durable_sweep_chunks(
-  p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text)
-returns bigint
+  p_tenant text, p_job_id uuid, p_from text[], p_to text, p_attempts text, p_seqs bigint[], p_error text,
+  p_after bigint default 0, p_limit bigint default null, out moved bigint, out last bigint)
 language plpgsql
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
@@ -40,20 +41,20 @@ as $$
 declare
   v_rows  tid[];
   v_row   tid;
-  v_seq   bigint := 0;
+  v_seq   bigint := p_after;
   v_until timestamptz := clock_timestamp() + current_setting('lock_timeout')::interval;
 begin
   begin
     -- Mostly nobody has any of them.
-    select array_agg(l.row_id) into v_rows
-    from (select c.ctid as row_id from relay.durable_chunk c
-          where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = any (p_from)
+    select array_agg(l.row_id), max(l.seq) into v_rows, last
+    from (select c.ctid as row_id, c.seq from relay.durable_chunk c
+          where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq > p_after and c.status = any (p_from)
             and (p_seqs is null or c.seq = any (p_seqs))
-          order by c.seq offset 0 for update nowait) l;
+          order by c.seq limit p_limit for update nowait) l;
   exception when lock_not_available then
     begin
       -- One by one, since lock_timeout is for each lock and not for all.
-      loop
+      while p_limit is null or coalesce(cardinality(v_rows), 0) < p_limit loop
         perform set_config(
           'lock_timeout', greatest(extract(epoch from v_until - clock_timestamp()) * 1000, 1)::bigint::text, true);
         select c.ctid, c.seq into v_row, v_seq from relay.durable_chunk c
@@ -62,20 +63,24 @@ begin
         order by c.seq limit 1 for update;
         exit when v_row is null;
         v_rows := v_rows || v_row;
+        last := v_seq;
       end loop;
     exception when lock_not_available then
       -- A transaction of a handler, perhaps, that is open for minutes. What it has yet to say it will be refused.
-      select array_agg(l.row_id) into v_rows
-      from (select c.ctid as row_id from relay.durable_chunk c
-            where c.tenant_id = p_tenant and c.job_id = p_job_id and c.status = any (p_from)
+      select array_agg(l.row_id), max(l.seq) into v_rows, last
+      from (select c.ctid as row_id, c.seq from relay.durable_chunk c
+            where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq > p_after and c.status = any (p_from)
               and (p_seqs is null or c.seq = any (p_seqs))
-            order by c.seq offset 0 for update skip locked) l;
+            order by c.seq limit p_limit for update skip locked) l;
     end;
   end;
-  if v_rows is null then
-    return 0;
+  moved := coalesce(cardinality(v_rows), 0);
+  if p_limit is null or moved < p_limit then
+    last := null;
   end if;
-  return relay.durable_move(p_tenant, clock_timestamp(), v_rows, p_to, p_attempts, null, p_error);
+  if moved > 0 then
+    moved := relay.durable_move(p_tenant, clock_timestamp(), v_rows, p_to, p_attempts, null, p_error);
+  end if;
 end $$;
 
 -- Guarantees: does p_action, and tells what that was:
@@ -89,11 +94,16 @@ end $$;
 --   that was cancelled; cancel or pause of one that waits for a person: resolve comes first); unknown.
 --   was, status: the job's, before and now. chunks: how many were changed. running: how many are under way still.
 --   Status and event commit together. Relays and watchers are woken.
+--   A call changes 10,000 chunks at most: two million at once would have the job locked for a minute, and whoever has less time
+--   for a statement could never cancel it. upto: p_after of the call that goes on behind them (`was` and `outcome` are then of that
+--   call; a cancellation is told once), null = that was all. Nothing runs of a cancelled job whether or not somebody goes on; to
+--   cancel it again goes on, too.
 -- Errors: S2001, S2002, S2003; S2020 another action.
 -- Locks: the job's row, FOR UPDATE; waits for it, and so for claims that are under way. Then chunks, up to a second.
 create or replace function relay.durable_control(
-  p_tenant text, p_job_id uuid, p_action text, p_actor text default null, p_channel text default null, p_note text default null)
-returns table (outcome text, was text, status text, chunks bigint, running bigint)
+  p_tenant text, p_job_id uuid, p_action text, p_actor text default null, p_channel text default null, p_note text default null,
+  p_after bigint default 0)
+returns table (outcome text, was text, status text, chunks bigint, running bigint, upto bigint)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
@@ -105,6 +115,7 @@ declare
   v_job    record;
   v_to     text;
   v_ended  boolean;
+  v_most   bigint := 10000;
 begin
   if coalesce(p_action not in ('pause', 'resume', 'cancel', 'retry_failed'), true) then
     raise exception 'the action is pause, resume, cancel or retry_failed' using errcode = 'S2020';
@@ -136,14 +147,21 @@ begin
       v_to := 'cancelled';
       -- First the job: what a holder's transaction says after this commit is refused, also of a chunk that is left out here.
       v_job := relay.durable_turn_to(v_tenant, p_job_id, v_to);
-      chunks := relay.durable_sweep_chunks(v_tenant, p_job_id, '{pending,retry,running}', 'cancelled', 'keep', null, null);
     else
       outcome := case when was = 'cancelled' then 'already' when v_ended then 'too_late' else 'refused' end;
+    end if;
+    if v_job.status = 'cancelled' then
+      -- Of one that was cancelled before, what nobody has come to: whoever had a chunk locked then may have it still.
+      select s.moved, s.last into chunks, upto
+      from relay.durable_sweep_chunks(
+        v_tenant, p_job_id, case when was = 'cancelled' and p_after = 0 then '{pending,retry}'::text[] else '{pending,retry,running}' end,
+        'cancelled', 'keep', null, null, p_after, v_most) s;
     end if;
   elsif was in ('completed', 'cancelled') then
     outcome := case was when 'completed' then 'already' else 'refused' end;
   else
-    chunks := relay.durable_sweep_chunks(v_tenant, p_job_id, '{failed}', 'retry', 'reset', null, null);
+    select s.moved, s.last into chunks, upto
+    from relay.durable_sweep_chunks(v_tenant, p_job_id, '{failed}', 'retry', 'reset', null, null, p_after, v_most) s;
     v_to := case when chunks > 0 and was in ('completed_with_errors', 'failed', 'needs_review') then 'running' else was end;
     if chunks = 0 then
       outcome := 'already';
@@ -157,9 +175,14 @@ begin
       v_tenant, p_job_id, case p_action when 'pause' then 'paused' when 'resume' then 'resumed' when 'cancel' then 'cancelled'
                           else 'retried' end,
       array[null::bigint], p_actor, p_channel, null,
-      array[jsonb_strip_nulls(jsonb_build_object('was', was, 'note', p_note, 'chunks', nullif(chunks, 0)))]);
+      array[jsonb_strip_nulls(jsonb_build_object(
+        'was', was, 'note', p_note, 'chunks', nullif(chunks, 0), 'more', case when upto is not null then true end))]);
+  end if;
+  if upto is null and (outcome = 'applied' or chunks > 0 or p_after > 0) then
     -- What was paused until its last chunk had ended ends now. And its counters are those of this moment.
     v_job := relay.durable_conclude(v_tenant, p_job_id, p_actor, p_channel);
+  end if;
+  if outcome = 'applied' then
     perform relay.durable_ring(v_tenant, array[p_job_id], v_job.status in ('queued', 'running'));
   end if;
   status := v_job.status;
@@ -369,8 +392,9 @@ begin
   select j.status into v_status from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for key share;
   if v_status not in ('submitting', 'removing') then
-    v_count := relay.durable_sweep_chunks(
-      v_tenant, p_job_id, p_from, p_to, coalesce(p_extra ->> 'attempts', 'keep'), p_seqs, p_extra ->> 'last_error');
+    select s.moved into v_count
+    from relay.durable_sweep_chunks(
+      v_tenant, p_job_id, p_from, p_to, coalesce(p_extra ->> 'attempts', 'keep'), p_seqs, p_extra ->> 'last_error') s;
   end if;
   if v_count > 0 then
     perform relay.durable_ring(v_tenant, array[p_job_id], p_to in ('pending', 'retry'));

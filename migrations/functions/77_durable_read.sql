@@ -51,8 +51,8 @@ begin
            coalesce(sum(c.rows_done), 0)::bigint as rows_done, coalesce(sum(c.rows_failed), 0)::bigint as rows_failed
     from (select k.status, k.rows_total, k.rows_done, k.rows_failed from relay.durable_chunk k
           where k.tenant_id = v_tenant and k.job_id = u.job_id order by k.seq offset 0) c
-    where case when j.ended_at is null then p_fresh else j.chunks_running > 0 end
-    having case when j.ended_at is null then p_fresh else j.chunks_running > 0 end) f on true
+    where case when j.ended_at is null then p_fresh else j.chunks_pending + j.chunks_retry + j.chunks_running > 0 end
+    having case when j.ended_at is null then p_fresh else j.chunks_pending + j.chunks_retry + j.chunks_running > 0 end) f on true
   where j.status not in ('submitting', 'removing')
   order by u.i;
   perform relay.unbind_tenant(v_before);

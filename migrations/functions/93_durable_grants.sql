@@ -23,7 +23,7 @@ grant execute on function
 to relay_gateway;
 
 grant execute on function
-  relay.durable_control(text, uuid, text, text, text, text),
+  relay.durable_control(text, uuid, text, text, text, text, bigint),
   relay.durable_resolve(text, uuid, bigint, text, text, text, text),
   relay.durable_retire(text, interval, interval, bigint), relay.durable_remove(text, bigint)
 to relay_gateway, relay_operator;

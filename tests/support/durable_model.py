@@ -371,6 +371,7 @@ class Model:
         if outcome == "applied":
             news = {"pause": "paused", "resume": "resumed", "cancel": "cancelled", "retry_failed": "retried"}
             job.told.append((news[action], None))
+        if outcome == "applied" or changed:
             self._conclude(job)
         return outcome, was, job.status, changed, sum(c.status == "running" for c in job.chunks.values())
 
@@ -384,6 +385,8 @@ class Model:
         elif action == "cancel" and on:
             job.turn_to("cancelled")
             return "applied", self._sweep(job_id, job, (*OPEN, "running"), "cancelled", "keep")
+        elif action == "cancel" and was == "cancelled":
+            return "already", self._sweep(job_id, job, OPEN, "cancelled", "keep")
         elif action == "retry_failed" and was == "cancelled":
             return "refused", 0
         elif action == "retry_failed":
@@ -391,7 +394,7 @@ class Model:
             if changed and was in ("completed_with_errors", "failed", "needs_review"):
                 job.turn_to("running")
             return ("applied" if changed else "already"), changed
-        elif was == {"pause": "paused", "cancel": "cancelled"}.get(action) or (action == "resume" and on):
+        elif (action == "pause" and was == "paused") or (action == "resume" and on):
             return "already", 0
         else:
             return ("too_late" if was in ENDS else "refused"), 0
