@@ -9,9 +9,13 @@ Modes:
 
     pass         forward
     delay        forward, each piece `delay_seconds` late
+    throttle     forward `bytes_per_second` each way and connection
     black_hole   keep both sockets open and forward nothing, not even their end; what arrives waits, and goes on its way
                  when the mode is `pass` again, as after a network's stall
     reset        cut open connections with RST, on both sides, and new ones as soon as they come
+
+And `cut_after`: each connection of now is cut once it has forwarded so many more bytes to its client. To cut one
+between a certain statement and its answer, put a `dispatch_core.dev.wire.Wire` behind.
 
 Use it with `async with` in the test itself: it lives in a task group, and a fixture begins and ends in two tasks.
 """
@@ -27,7 +31,7 @@ from urllib.parse import urlsplit, urlunsplit
 import anyio
 import anyio.abc
 
-Mode = Literal["pass", "delay", "black_hole", "reset"]
+Mode = Literal["pass", "delay", "throttle", "black_hole", "reset"]
 
 
 class ProxyConnection:
@@ -40,6 +44,7 @@ class ProxyConnection:
         self._mode: Mode | None = None
         self.bytes_up = 0
         self.bytes_down = 0
+        self._cut_at: int | None = None
         self.closed = anyio.Event()
 
     @property
@@ -57,6 +62,10 @@ class ProxyConnection:
     def server_side_port(self) -> int | None:
         """What pg_stat_activity shows as client_port: finds this connection's backend."""
         return None if self._server is None else self._server[1].get_extra_info("sockname")[1]
+
+    def cut_after(self, size: int) -> None:
+        """Cut it once `size` more bytes have come from the server, in the middle of whatever that is."""
+        self._cut_at = self.bytes_down + size
 
     def _cut_if_reset(self) -> None:
         if self.mode == "reset":
@@ -101,12 +110,19 @@ class ProxyConnection:
                 data = await source.read(65536)
                 if self.mode == "delay":
                     await anyio.sleep(self._proxy.delay_seconds)
+                elif self.mode == "throttle":
+                    await anyio.sleep(len(data) / self._proxy.bytes_per_second)
                 await self._until_open()
                 if not data:
                     break
                 if way == "up":
                     self.bytes_up += len(data)
                 else:
+                    if self._cut_at is not None and self.bytes_down + len(data) >= self._cut_at:
+                        target.write(data[: self._cut_at - self.bytes_down])
+                        await target.drain()
+                        self._close(reset=False)
+                        break
                     self.bytes_down += len(data)
                 target.write(data)
                 await target.drain()
@@ -125,6 +141,7 @@ class TcpProxy:
         self.upstream_host = upstream_host
         self.upstream_port = upstream_port
         self.delay_seconds = delay_seconds
+        self.bytes_per_second = 10_000.0
         self.connections: list[ProxyConnection] = []
         self.accepted = 0
         self.port = 0
@@ -159,6 +176,11 @@ class TcpProxy:
         """Cut the connections there are now; new ones are served as before."""
         for connection in list(self.connections):
             connection._close(reset=True)
+
+    def cut_after(self, size: int) -> None:
+        """Cut each connection there is now once `size` more bytes have come to it."""
+        for connection in self.connections:
+            connection.cut_after(size)
 
     def _wake(self) -> None:
         self._changed.set()
