@@ -18,6 +18,11 @@ from tests.support.databases import TestDatabase
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = {
+    "I": README,
+    **{room: (ROOT / "docs" / page).read_text() for room, page in (("O", "outbox.md"), ("J", "durable.md"))},
+}
+"""Where the promises stand: those of the outbox and of durable jobs on their own pages."""
 MARKER = "<!-- example: tests/test_readme.py runs this block -->"
 
 INVARIANTS = [*(f"I{n}" for n in range(1, 11)), *(f"O{n}" for n in range(1, 5)), *(f"J{n}" for n in range(1, 8))]
@@ -32,9 +37,12 @@ def example() -> str:
 
 
 def guarantees() -> dict[str, list[str]]:
-    """Return the tests that the table of promises names, by invariant."""
-    rows = re.findall(r"^\| ([IJO]\d+) \|.*\|([^|]*)\|$", README, re.MULTILINE)
-    return {invariant: TEST_ID.findall(cell) for invariant, cell in rows}
+    """Return the tests that the tables of promises name, by invariant."""
+    return {
+        invariant: TEST_ID.findall(cell)
+        for room, page in PAGES.items()
+        for invariant, cell in re.findall(rf"^\| ({room}\d+) \|.*\|([^|]*)\|$", page, re.MULTILINE)
+    }
 
 
 @cache
@@ -73,12 +81,12 @@ def test_the_example_of_the_readme_is_as_short_as_it_says() -> None:
     assert len(lines) <= 20
 
 
-def test_every_invariant_has_its_row_in_the_readme() -> None:
+def test_every_invariant_has_its_row_in_the_readme_or_on_the_page_of_its_room() -> None:
     assert list(guarantees()) == INVARIANTS
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)
-def test_the_tests_that_the_readme_names_for_a_promise_exist_and_carry_its_id(invariant: str) -> None:
+def test_the_tests_that_are_named_for_a_promise_exist_and_carry_its_id(invariant: str) -> None:
     named = guarantees()[invariant]
     assert named, f"{invariant} names no test"
     for test_id in named:
@@ -89,7 +97,16 @@ def test_the_tests_that_the_readme_names_for_a_promise_exist_and_carry_its_id(in
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/handlers.md", "docs/durable.md"]
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "ARCHITECTURE.md",
+        "CHANGELOG.md",
+        "docs/handlers.md",
+        "docs/durable.md",
+        "docs/outbox.md",
+    ],
 )
 def test_every_link_within_the_project_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
