@@ -10,6 +10,9 @@ ARGS ?=
 WORKERS ?= 3
 # The same for `make test-faults`, whose tests have processes of their own and leave little of two cores.
 FAULT_WORKERS ?= 2
+# How long `make chaos` lasts. SEED: a run to play again; without it a new one is drawn, and printed.
+MINUTES ?= 10
+SEED ?=
 
 # The peers have an environment of their own, so that what they need cannot clash with what we need. The newest Python,
 # because one of them wants 3.12. Another one: make bench-peers PEERS_PYTHON=/path/to/python3.13
@@ -18,7 +21,7 @@ PEERS_PYTHON ?= $(or $(shell for p in python3.14 python3.13 python3.12; do \
 	if $$p -c '' 2>/dev/null; then echo $$p; break; fi; done),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults check format bench bench-peers db clean
+.PHONY: help setup demo test test-faults chaos check format bench bench-peers db clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -33,6 +36,9 @@ test: $(VENV)/.dev ## run the tests (make test ARGS='-k fence')
 
 test-faults: $(VENV)/.dev ## run the tests of faults: failover, poolers, shutdown … (ARGS='-k failover')
 	@$(BIN)/python -m pytest -n $(FAULT_WORKERS) tests/faults $(ARGS)
+
+chaos: $(VENV)/.dev ## break everything for a while, and audit what came of it (MINUTES=10 SEED=7)
+	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types, layers, settings table
 	$(BIN)/ruff format --check .

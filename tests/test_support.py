@@ -90,6 +90,29 @@ async def test_a_reset_cuts_open_connections_and_new_ones(bare_database: TestDat
             await connection.fetchval("select 1")
 
 
+async def test_a_connection_is_cut_in_the_middle_of_an_answer(bare_database: TestDatabase) -> None:
+    async with TcpProxy.before(bare_database.admin_dsn) as proxy:
+        connection = await asyncpg.connect(proxy.dsn(bare_database.admin_dsn))
+        proxy.cut_after(200_000)
+        assert len(await connection.fetchval("select repeat('x', 100000)")) == 100_000
+        with pytest.raises((ConnectionError, asyncpg.PostgresConnectionError)):
+            await connection.fetchval("select repeat('x', 100000)")
+        # New ones are served as before.
+        other = await asyncpg.connect(proxy.dsn(bare_database.admin_dsn))
+        assert len(await other.fetchval("select repeat('x', 1000000)")) == 1_000_000
+        other.terminate()
+
+
+async def test_throttle_lets_so_many_bytes_a_second_through(bare_database: TestDatabase) -> None:
+    async with TcpProxy.before(bare_database.admin_dsn) as proxy:
+        connection = await asyncpg.connect(proxy.dsn(bare_database.admin_dsn))
+        proxy.bytes_per_second, proxy.mode = 1_000_000.0, "throttle"
+        before = anyio.current_time()
+        await connection.fetchval("select repeat('x', 100000)")
+        assert anyio.current_time() - before >= 0.1
+        connection.terminate()
+
+
 async def test_delay_makes_a_round_trip_late(bare_database: TestDatabase) -> None:
     async with TcpProxy.before(bare_database.admin_dsn, delay_seconds=0.05) as proxy:
         connection = await asyncpg.connect(proxy.dsn(bare_database.admin_dsn))

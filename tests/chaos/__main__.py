@@ -68,6 +68,7 @@ async def run(seed: int, seconds: float, rate: float, files: Path) -> Evidence:
         async with anyio.create_task_group() as group:
             group.start_soon(show.run)
             group.start_soon(made.watch)
+            group.start_soon(made.watch_transactions)
             began = time.monotonic()
             await faults.run()
             await anyio.sleep(max(0.0, began + seconds - time.monotonic()))

@@ -194,6 +194,11 @@ def _stops_are_in_order(e: Evidence) -> Wrong:
                 yield f"claimed by {stop.process} after SIGTERM", name
 
 
+def _no_transaction_is_held(e: Evidence) -> Wrong:
+    for line in e.transactions:
+        yield line, None
+
+
 def _nothing_happened_that_nobody_foresees(e: Evidence) -> Wrong:
     for note in e.notes["fault"]:
         yield str(note), None
@@ -209,6 +214,7 @@ CHECKS: Final[dict[str, Callable[[Evidence], Wrong]]] = {
     "I3 what counts was done by the claim that it names": _what_counts_was_done_by_the_claim_it_names,
     "I4 nobody has a foreign job": _nobody_has_a_foreign_job,
     "I6 callers are told what is stored": _callers_are_told_what_is_stored,
+    "I7 relays hold no transaction while they do something else": _no_transaction_is_held,
     "I8 what is rolled back never was": _what_is_rolled_back_never_was,
     "I9 a process that is told to stop does so in order": _stops_are_in_order,
     "one key, one job": _one_job_per_key,

@@ -90,7 +90,7 @@ class Evidence:
     """By event."""
     stops: list[Stop] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    keys_twice: list[str] = field(default_factory=list)
+    transactions: list[str] = field(default_factory=list)
 
     def by_job(self, *events: str) -> Started:
         """Return the notes of some events by job."""
@@ -110,7 +110,7 @@ class Evidence:
 
 async def gather(rig: Rig) -> Evidence:
     """Read everything, past row security."""
-    found = Evidence(stops=rig.stops, ended=rig.ended)
+    found = Evidence(stops=rig.stops, ended=rig.ended, transactions=rig.transactions)
     conn = await rig.admin()
     async with conn.transaction():
         async for row in conn.cursor(_JOBS, prefetch=5000):

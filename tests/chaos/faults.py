@@ -50,7 +50,7 @@ class Faults:
                 self._disturb(self._rig, 4)
         else:
             member = self._rig.members[fault.target]
-            if fault.kind in ("SIGTERM", "SIGKILL", "SIGSTOP", "clock"):
+            if fault.kind.startswith("SIG") or fault.kind == "clock":
                 async with member.busy:
                     await self._process(fault, member)
             else:
@@ -64,7 +64,7 @@ class Faults:
 
     async def _process(self, fault: Fault, member: Member) -> None:
         match fault.kind:
-            case "SIGTERM":
+            case "SIGTERM" | "SIGTERM in calm":
                 stop = await member.terminate()
                 if not stop.disturbed and member.name.startswith("relay"):
                     stop.left = await self._held_by(stop.pid)
@@ -118,6 +118,7 @@ class Faults:
                 gate = member.wire.hold(fault.what, "cut")
                 with anyio.move_on_after(10):
                     await gate.reached.wait()
+                self._disturb(member, 6)
                 return
         await anyio.sleep(fault.seconds)
         proxy.mode = "pass"

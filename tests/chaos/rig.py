@@ -28,6 +28,13 @@ from tests.support.proxy import TcpProxy
 
 ROOT = Path(__file__).resolve().parents[2]
 DATABASE = "chaos"
+IDLE_SECONDS = 4.0
+
+_IDLE = """
+    select usename, left(query, 100) as query, extract(epoch from clock_timestamp() - state_change) as age
+    from pg_stat_activity
+    where state like 'idle in transaction%' and clock_timestamp() - state_change > make_interval(secs => $1)
+"""
 
 SCHEMA = """
 create schema chaos;
@@ -141,6 +148,8 @@ class Rig:
         self.stops: list[Stop] = []
         self.ended: list[str] = []
         """Processes that have ended by themselves."""
+        self.transactions: list[str] = []
+        """That were open and idle for long though nothing was wrong with their process."""
         self.disturbed_until = 0.0
         self.server_busy = anyio.Lock()
         self.stopping = False
@@ -152,6 +161,24 @@ class Rig:
     async def admin(self) -> asyncpg.Connection[Any]:
         """Connect as the superuser, by no proxy."""
         return await asyncpg.connect(self.admin_dsn, timeout=10)
+
+    async def watch_transactions(self) -> None:
+        """Look for transactions that somebody holds while he does something else."""
+        while True:
+            await anyio.sleep(1)
+            try:
+                conn = await self.admin()
+                try:
+                    rows = await conn.fetch(_IDLE, IDLE_SECONDS)
+                finally:
+                    conn.terminate()
+            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                continue  # the server is down
+            for row in rows:
+                member = self.members.get(row["usename"].replace("_", "-", 1))
+                calm = max(self.disturbed_until, 0.0 if member is None else member.disturbed_until)
+                if member is not None and calm + 2 * IDLE_SECONDS < time.monotonic():
+                    self.transactions.append(f"{member.name}: {row['age']:.1f} s idle after {row['query']}")
 
     async def watch(self) -> None:
         """Start again what has ended by itself, and remember that it did."""

@@ -14,8 +14,10 @@ __all__ = ["KINDS", "Fault", "draw"]
 FIRST_SECONDS: Final = 4.0
 LAST_SECONDS: Final = 6.0
 """Before the end, in which no fault begins any more."""
+CALM_SECONDS: Final = 5.0
+"""Before a SIGTERM whose every effect is looked at, and after it: nothing else is wrong."""
 
-STATEMENTS: Final = ("relay.claim(", "relay.complete(", "relay.heartbeat(", "relay.release(")
+STATEMENTS: Final = ("relay.claim(", "relay.complete(", "relay.heartbeat(", "relay.retry(", "relay.durable_")
 SENT_BY_GATEWAYS: Final = (
     "relay.enqueue(",
     "relay.enqueue_keyed(",
@@ -26,7 +28,7 @@ SENT_BY_GATEWAYS: Final = (
 
 KINDS: Final = (
     # of a process
-    "SIGTERM", "SIGKILL", "SIGKILL", "SIGSTOP", "clock",
+    "SIGTERM", "SIGTERM in calm", "SIGKILL", "SIGKILL", "SIGSTOP", "clock",
     # of the way to it
     "delay", "throttle", "black hole", "reset", "cut after bytes", "cut before the answer", "cut before the answer",
     # of the server
@@ -56,19 +58,25 @@ def draw(seed: int, seconds: float) -> list[Fault]:
 
 def _faults(chance: random.Random, seconds: float) -> Iterator[Fault]:
     at = FIRST_SECONDS
+    over = 0.0
     deck: list[str] = []
     while at < seconds - LAST_SECONDS:
         if not deck:
             deck = chance.sample(KINDS, len(KINDS))
-        yield _fault(chance, round(at, 1), deck.pop())
-        at += chance.uniform(1.5, 4.5)
+        kind = deck.pop()
+        if kind == "SIGTERM in calm":
+            at = max(at, over + CALM_SECONDS)
+        fault = _fault(chance, round(at, 1), kind)
+        over = max(over, fault.at + fault.seconds)
+        yield fault
+        at += CALM_SECONDS if kind == "SIGTERM in calm" else chance.uniform(1.0, 3.5)
 
 
 def _fault(chance: random.Random, at: float, kind: str) -> Fault:
     target = chance.choice((*RELAYS, *RELAYS, *GATEWAYS))
     seconds = round(chance.uniform(1.0, 5.0), 1)
     match kind:
-        case "SIGTERM" | "SIGKILL":
+        case "SIGTERM" | "SIGTERM in calm" | "SIGKILL":
             return Fault(at, kind, target, round(chance.uniform(0.0, 2.0), 1))
         case "SIGSTOP":
             return Fault(at, kind, target, round(chance.uniform(4.0, 8.0), 1))  # beyond a lease
