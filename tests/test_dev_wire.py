@@ -65,19 +65,6 @@ async def test_the_statement_or_its_answer_is_held_until_the_client_is_gone(
         assert await admin.fetchval(_COUNT) == (2 if side == "call" else 3)
 
 
-async def test_a_connection_is_cut_between_a_statement_that_is_done_and_its_answer(
-    database: TestDatabase, admin: Connection
-) -> None:
-    async with Wire.to(database.gateway_dsn) as wire, connected(wire.dsn(database.gateway_dsn)) as other:
-        conn = await asyncpg.connect(wire.dsn(database.gateway_dsn))
-        gate = wire.hold("insert into public.told", "cut")
-        with pytest.raises((ConnectionError, asyncpg.PostgresConnectionError)):
-            await conn.execute(_INSERT, 1)
-        assert gate.reached.is_set()
-        assert await admin.fetchval(_COUNT) == 1
-        await other.execute(_INSERT, 2)
-
-
 async def test_statements_are_counted_over_all_connections_and_a_held_commit_is_none(
     database: TestDatabase, admin: Connection
 ) -> None:

@@ -103,6 +103,25 @@ async def test_a_connection_is_cut_in_the_middle_of_an_answer(bare_database: Tes
         other.terminate()
 
 
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "simple"])
+async def test_a_connection_is_cut_between_a_statement_that_is_done_and_its_answer(
+    bare_database: TestDatabase, prepared: bool
+) -> None:
+    async with TcpProxy.before(bare_database.admin_dsn, reads_along=True) as proxy:
+        one, other = [await asyncpg.connect(proxy.dsn(bare_database.admin_dsn)) for _ in range(2)]
+        await one.execute("create table t (n int)")
+        cut = proxy.cut_answer("insert into t")
+        await one.execute("select 1")
+        with pytest.raises((ConnectionError, asyncpg.PostgresConnectionError)):
+            await one.execute("insert into t select n from generate_series(1, $1) n", 3) if prepared else (
+                await one.execute("insert into t select n from generate_series(1, 3) n")
+            )
+        assert cut.is_set()
+        assert await other.fetchval("select count(*) from t") == 3
+        await other.execute("insert into t values (4)")
+        other.terminate()
+
+
 async def test_throttle_lets_so_many_bytes_a_second_through(bare_database: TestDatabase) -> None:
     async with TcpProxy.before(bare_database.admin_dsn) as proxy:
         connection = await asyncpg.connect(proxy.dsn(bare_database.admin_dsn))

@@ -8,9 +8,8 @@
 
 The process knows nothing of it: there is no hook, only a TCP proxy that reads along. Held is either the statement
 ("call": the server never gets it) or what the server says to it ("answer": it is done, and committed if it was a
-transaction of its own, and its caller never learns of that); or the connection is cut when the server is done ("cut").
-What follows on that connection is held with it; other connections go on. Encryption is declined, so that there is
-something to read.
+transaction of its own, and its caller never learns of that). What follows on that connection is held with it; other
+connections go on. Encryption is declined, so that there is something to read.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["Gate", "Wire"]
 
 _ENCRYPTION_REQUESTS: Final = ((80877103).to_bytes(4, "big"), (80877104).to_bytes(4, "big"))
 
-Side = Literal["call", "answer", "cut"]
+Side = Literal["call", "answer"]
 
 
 @dataclass
@@ -162,8 +161,6 @@ class _Connection:
                 if self._held is not None:
                     if done:
                         self._held.reached.set()
-                        if self._held.side == "cut":
-                            break
                     continue
                 if done and self._let_go is not None:
                     self._let_go.answered.set()

@@ -131,6 +131,7 @@ def report(evidence: Evidence, findings: list[Finding], seed: int, seconds: floa
         f"results     {n.get('told', 0):,} told to who waited",
         f"orders      {len(evidence.orders):,} committed with an event each",
         f"imports     {n.get('submitted', 0):,}, of {rows:,} rows",
+        f"the rig     {time.process_time():.0f} s of CPU",
         f"stops       {len(evidence.stops)}; the slowest of {len(stops)} undisturbed ones took {slowest:.1f} s",
         "",
     ]

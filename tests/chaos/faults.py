@@ -115,9 +115,9 @@ class Faults:
                 proxy.cut_after(int(fault.what))
                 return
             case "cut before the answer":
-                gate = member.wire.hold(fault.what, "cut")
+                cut = proxy.cut_answer(fault.what)
                 with anyio.move_on_after(10):
-                    await gate.reached.wait()
+                    await cut.wait()
                 self._disturb(member, 6)
                 return
         await anyio.sleep(fault.seconds)

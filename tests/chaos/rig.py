@@ -19,7 +19,6 @@ import asyncpg
 
 from dispatch_core.dev.logins import GATEWAY_LOGIN
 from dispatch_core.dev.postgres import DevServer, start_local_server
-from dispatch_core.dev.wire import Wire
 from dispatch_core.migrate import grant, migrate
 from tests.chaos import journal
 from tests.chaos.roster import GATEWAYS, GRACE_SECONDS, RELAYS, SERVES, SETTINGS
@@ -74,11 +73,10 @@ class Stop:
 class Member:
     """One process of the roster: the one that runs, and its successors."""
 
-    def __init__(self, name: str, dsn: str, proxy: TcpProxy, wire: Wire, rig: Rig) -> None:
+    def __init__(self, name: str, dsn: str, proxy: TcpProxy, rig: Rig) -> None:
         self.name = name
         self.dsn = dsn
         self.proxy = proxy
-        self.wire = wire
         self.process: anyio.abc.Process | None = None
         self.busy = anyio.Lock()
         self.starts = 0
@@ -218,9 +216,8 @@ async def rig(files: Path, seed: int, rate: float) -> AsyncIterator[Rig]:
         for name in (*RELAYS, *GATEWAYS):
             login = GATEWAY_LOGIN if name in GATEWAYS else name.replace("-", "_")
             dsn = server.dsn(login, DATABASE)
-            wire = await stack.enter_async_context(Wire.to(dsn))
-            proxy = await stack.enter_async_context(TcpProxy.before(wire.dsn(dsn)))
-            made.members[name] = Member(name, proxy.dsn(dsn), proxy, wire, made)
+            proxy = await stack.enter_async_context(TcpProxy.before(dsn, reads_along=True))
+            made.members[name] = Member(name, proxy.dsn(dsn), proxy, made)
         try:
             for member in made.members.values():
                 await member.start()

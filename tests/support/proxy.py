@@ -14,8 +14,9 @@ Modes:
                  when the mode is `pass` again, as after a network's stall
     reset        cut open connections with RST, on both sides, and new ones as soon as they come
 
-And `cut_after`: each connection of now is cut once it has forwarded so many more bytes to its client. To cut one
-between a certain statement and its answer, put a `dispatch_core.dev.wire.Wire` behind.
+And two cuts: `cut_after` so many bytes, on each connection of now; and `cut_answer` to the next statement with a
+certain text, which the server has then done and its client never hears of (`reads_along` has to be on; see also
+`dispatch_core.dev.wire`, which holds still instead).
 
 Use it with `async with` in the test itself: it lives in a task group, and a fixture begins and ends in two tasks.
 """
@@ -45,6 +46,9 @@ class ProxyConnection:
         self.bytes_up = 0
         self.bytes_down = 0
         self._cut_at: int | None = None
+        self._spoken = _Statements() if proxy.reads_along else None
+        self._answer_cut: anyio.Event | None = None
+        self._last_bytes = b""
         self.closed = anyio.Event()
 
     @property
@@ -117,6 +121,16 @@ class ProxyConnection:
                     break
                 if way == "up":
                     self.bytes_up += len(data)
+                    if self._spoken is not None:
+                        for statement in self._spoken.of(data):
+                            self._answer_cut = self._answer_cut or self._proxy._cut_of(statement)
+                elif self._answer_cut is not None:
+                    self._last_bytes = (self._last_bytes + data)[-6:]
+                    if self._last_bytes[:5] == _READY:
+                        self._answer_cut.set()
+                        self._close(reset=False)
+                        break
+                    continue
                 else:
                     if self._cut_at is not None and self.bytes_down + len(data) >= self._cut_at:
                         target.write(data[: self._cut_at - self.bytes_down])
@@ -137,11 +151,15 @@ class ProxyConnection:
 class TcpProxy:
     """Listens on a loopback port of its own and forwards to one server."""
 
-    def __init__(self, upstream_host: str, upstream_port: int, *, delay_seconds: float = 0.05) -> None:
+    def __init__(
+        self, upstream_host: str, upstream_port: int, *, delay_seconds: float = 0.05, reads_along: bool = False
+    ) -> None:
         self.upstream_host = upstream_host
         self.upstream_port = upstream_port
         self.delay_seconds = delay_seconds
         self.bytes_per_second = 10_000.0
+        self.reads_along = reads_along
+        self._answer_to_cut: tuple[str, anyio.Event] | None = None
         self.connections: list[ProxyConnection] = []
         self.accepted = 0
         self.port = 0
@@ -149,10 +167,11 @@ class TcpProxy:
         self._changed = anyio.Event()
 
     @classmethod
-    def before(cls, dsn: str, *, delay_seconds: float = 0.05) -> Self:
+    def before(cls, dsn: str, *, delay_seconds: float = 0.05, reads_along: bool = False) -> Self:
         """Make a proxy for the server of a DSN."""
         parts = urlsplit(dsn)
-        return cls(parts.hostname or "127.0.0.1", parts.port or 5432, delay_seconds=delay_seconds)
+        host, port = parts.hostname or "127.0.0.1", parts.port or 5432
+        return cls(host, port, delay_seconds=delay_seconds, reads_along=reads_along)
 
     def dsn(self, dsn: str) -> str:
         """Return the DSN that goes through this proxy."""
@@ -182,6 +201,21 @@ class TcpProxy:
         for connection in self.connections:
             connection.cut_after(size)
 
+    def cut_answer(self, text: str) -> anyio.Event:
+        """Cut the next connection on which a statement with this text is executed, when the server is done with it.
+
+        Returns an event for that moment. A later call takes the place of one that still waits.
+        """
+        assert self.reads_along, "nobody reads what is said"
+        self._answer_to_cut = (text, anyio.Event())
+        return self._answer_to_cut[1]
+
+    def _cut_of(self, statement: str) -> anyio.Event | None:
+        if self._answer_to_cut is None or self._answer_to_cut[0] not in statement:
+            return None
+        cut, self._answer_to_cut = self._answer_to_cut[1], None
+        return cut
+
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
@@ -204,3 +238,40 @@ class TcpProxy:
         if self.mode == "reset":
             connection._close(reset=True)
         self._group.start_soon(connection._run)
+
+
+_READY = b"Z\0\0\0\5"
+"""How a server's answer ends; behind it comes the state of the transaction, a byte."""
+_ENCRYPTION_REQUESTS = ((80877103).to_bytes(4, "big"), (80877104).to_bytes(4, "big"))
+
+
+class _Statements:
+    """What a client has executed, read out of what it says; it must not be encrypted."""
+
+    def __init__(self) -> None:
+        self._said = bytearray()
+        self._begun = False
+        self._prepared: dict[bytes, str] = {}
+
+    def of(self, data: bytes) -> list[str]:
+        """Return the texts of the statements whose execution ends in this piece."""
+        self._said += data
+        found = []
+        while len(self._said) >= 5:
+            # The first message has no letter.
+            head = 1 if self._begun else 0
+            end = head + int.from_bytes(self._said[head : head + 4], "big")
+            if len(self._said) < end:
+                break
+            kind, body = bytes(self._said[:head]), bytes(self._said[head + 4 : end])
+            del self._said[:end]
+            if not self._begun:
+                self._begun = body[:4] not in _ENCRYPTION_REQUESTS
+            elif kind == b"P":
+                name, text, *_ = body.split(b"\0", 2)
+                self._prepared[name] = text.decode(errors="replace")
+            elif kind == b"B":
+                found.append(self._prepared.get(body.split(b"\0", 2)[1], ""))
+            elif kind == b"Q":
+                found.append(body.rstrip(b"\0").decode(errors="replace"))
+        return found
