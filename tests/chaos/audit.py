@@ -13,6 +13,13 @@ from tests.chaos.roster import GRACE_SECONDS, SERVES
 
 __all__ = ["CHECKS", "Finding", "audit"]
 
+PATIENCE_SECONDS: Final = 30.0
+"""After a deadline, until whoever waits must have been told: longer than any outage of a schedule."""
+
+RETRYABLE: Final = {
+    None, "S2R-DATABASE-UNAVAILABLE", "S2R-CONNECTION-LOST", "S2R-DATABASE-BUSY", "S2R-CLIENT-CLOSED",
+}  # fmt: skip
+
 CODES: Final[dict[str, set[str | None]]] = {
     "succeeded": {None},
     "failed": {"E-NO", "S2R-LEASE-LOST", "S2R-RELAY-STOPPED", "S2R-RETRY-EXHAUSTED"},
@@ -69,6 +76,8 @@ def _no_handler_starts_too_often(e: Evidence) -> Wrong:
         job = e.jobs.get(name)
         if job is not None and len(starts) - naps[name] > job.max_attempts:
             yield f"started {len(starts)} times, {naps[name]} of them naps, of {job.max_attempts}", name
+        if job is not None and (job.attempt or 0) > job.max_attempts:
+            yield f"attempt {job.attempt} of {job.max_attempts}", name
         fences = [note.said["fence"] for note in starts]
         if len(set(fences)) < len(fences):
             yield "one claim started two handlers", name
@@ -98,6 +107,11 @@ def _callers_are_told_what_is_stored(e: Evidence) -> Wrong:
         body = None if job.body is None else job.body.decode()
         if (note.said["status"], note.said["code"], note.said["body"]) != (job.status, job.code, body):
             yield f"told {note.said}", name
+    accepted = e.by_job("accepted")
+    for name, notes in e.by_job("told").items():
+        late = notes[0].at - accepted[name][0].at - accepted[name][0].said["ttl"] if name in accepted else 0.0
+        if late > PATIENCE_SECONDS:
+            yield f"told {late:.0f} s after the deadline", name
     for event in ("unknown", "never told"):
         for name in e.by_job(event):
             yield f"who waits for it was told: {event}", name
@@ -202,7 +216,10 @@ def _no_transaction_is_held(e: Evidence) -> Wrong:
 def _nothing_happened_that_nobody_foresees(e: Evidence) -> Wrong:
     for note in e.notes["fault"]:
         yield str(note), None
-    for line in e.ended:
+    for note in e.notes["refused"]:
+        if note.said.get("code") not in RETRYABLE:
+            yield str(note), None
+    for line in (*e.ended, *e.logged):
         yield line, None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -34,6 +35,9 @@ _IMPORTS: Final = """
              as bad_rows
     from relay.durable_job j
 """
+
+
+_UNFORESEEN: Final = re.compile("Traceback|never (retrieved|awaited)| (ERROR|CRITICAL) |RuntimeWarning|ResourceWarning")
 
 
 @dataclass(slots=True)
@@ -90,6 +94,8 @@ class Evidence:
     """By event."""
     stops: list[Stop] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
+    """Lines of the processes' logs that tell of what nobody has foreseen."""
     transactions: list[str] = field(default_factory=list)
 
     def by_job(self, *events: str) -> Started:
@@ -111,6 +117,9 @@ class Evidence:
 async def gather(rig: Rig) -> Evidence:
     """Read everything, past row security."""
     found = Evidence(stops=rig.stops, ended=rig.ended, transactions=rig.transactions)
+    for member in rig.members.values():
+        lines = member.log.read_text(errors="replace").splitlines()
+        found.logged += [f"{member.name}: {line}" for line in lines if _UNFORESEEN.search(line)]
     conn = await rig.admin()
     async with conn.transaction():
         async for row in conn.cursor(_JOBS, prefetch=5000):
