@@ -75,12 +75,11 @@ async def run(seed: int, seconds: float, rate: float, files: Path) -> Evidence:
             made.stopping = True
             show.say("the gateways stop, and what is under way comes to its end")
             await _stop(made, GATEWAYS)
-            # The next ones send nothing: they wait, sweep and drain.
-            made.rate = 0.001
-            made.stopping = False
+            # The next ones send nothing.
+            made.rate = 0.0
             for name in GATEWAYS:
                 await made.members[name].start()
-            group.start_soon(made.watch)
+            made.stopping = False
             await _settle(made)
             made.stopping = True
             await _stop(made, GATEWAYS)

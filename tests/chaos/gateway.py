@@ -233,6 +233,8 @@ async def main(name: str, journal_dsn: str, rate: float, seed: int) -> None:
         logger.info("gateway %s works", name)
         async with anyio.create_task_group() as group:
             group.start_soon(stop_on_sigterm, group.cancel_scope)
+            if not rate:
+                await anyio.sleep_forever()  # it sweeps and drains
             group.start_soon(guarded, journal, users.imports)
             at = time.monotonic()
             while True:

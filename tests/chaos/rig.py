@@ -95,7 +95,9 @@ class Member:
         kind = "gateway" if self.name in GATEWAYS else "relay"
         arguments = [self.name, self._rig.journal_dsn, str(self.clock)]
         if kind == "gateway":
-            arguments += [str(self._rig.rate / len(GATEWAYS)), str(self._rig.seed * 1000 + self.starts)]
+            # Users of their own at each start, and the same ones when the seed is played again.
+            seed = f"{self._rig.seed}{GATEWAYS.index(self.name)}{self.starts:03}"
+            arguments += [str(self._rig.rate / len(GATEWAYS)), seed]
         self.starts += 1
         self.began = time.monotonic()
         with self.log.open("ab") as log:
@@ -180,10 +182,11 @@ class Rig:
 
     async def watch(self) -> None:
         """Start again what has ended by itself, and remember that it did."""
-        while not self.stopping:
+        while True:
             for member in self.members.values():
                 process = member.process
-                if process is not None and process.returncode is not None and not member.busy.locked():
+                gone = process is not None and process.returncode is not None
+                if process is not None and gone and not self.stopping and not member.busy.locked():
                     self.ended.append(f"{member.name} (pid {process.pid}) ended by itself with {process.returncode}")
                     await member.start()
             await anyio.sleep(0.2)
