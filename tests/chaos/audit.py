@@ -105,7 +105,8 @@ def _callers_are_told_what_is_stored(e: Evidence) -> Wrong:
             yield "told the result of what is not stored", name
             continue
         body = None if job.body is None else job.body.decode()
-        if (note.said["status"], note.said["code"], note.said["body"]) != (job.status, job.code, body):
+        told = tuple(note.said[word] for word in ("status", "code", "attempt", "body"))
+        if told != (job.status, job.code, job.attempt, body):
             yield f"told {note.said}", name
     accepted = e.by_job("accepted")
     for name, notes in e.by_job("told").items():
