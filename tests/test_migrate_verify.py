@@ -74,6 +74,25 @@ async def test_damage_is_found(database: TestDatabase, admin: Connection, damage
     assert [found for found in problems if found.startswith(problem)], problems
 
 
+async def test_the_binding_of_a_login_that_is_gone_is_found_and_goes_with_the_next_grant(
+    database: TestDatabase, admin: Connection
+) -> None:
+    """A dump has its number, and on the server where that is restored the number may be another login's."""
+    name = f"gone_{database.name[-8:]}"
+    await admin.execute(f"create role {name} login")
+    await admin.execute("select relay.grant_binding($1, 'worker', 'acme', null)", name)
+    number = await admin.fetchval("select $1::text::regrole::oid::bigint", name)
+    assert await verify(database.admin_dsn) == []
+    await admin.execute(f"drop role {name}")
+    assert await admin.fetchval("select role_oid::text from relay.role_binding where tenant_id = 'acme'") == str(number)
+    (problem,) = await verify(database.admin_dsn)
+    assert problem.startswith(f"a binding as worker is of role {number}, which is gone")
+    assert await verify(database.operator_dsn) == [], "who may not read bindings is told of the rest"
+    await admin.execute("select relay.grant_binding('relay_worker_login', 'worker', 'other', null)")
+    assert await admin.fetchval("select count(*) from relay.role_binding where tenant_id = 'acme'") == 0
+    assert await verify(database.admin_dsn) == []
+
+
 async def test_a_table_of_tenants_without_a_policy_is_found(database: TestDatabase, admin: Connection) -> None:
     await admin.execute("""
         set role relay_owner;

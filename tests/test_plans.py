@@ -1,4 +1,4 @@
-"""Plans that cannot go bad (DESIGN 4.3): the same access paths under every state of statistics, call after call.
+"""Plans that cannot go bad (ARCHITECTURE D7): the same access paths under every state of statistics, call after call.
 
 Among 100,000 jobs that wait and 100,000 that have ended, a statement reads the rows it is about and no more. What the
 planner believes of the tables is wrong most of the time, so each way in which it can be wrong is a state here.

@@ -1,4 +1,4 @@
-"""The functions of schema relay: who owns them, as whom they run, and who may call them (DESIGN 4, 4.5)."""
+"""The functions of schema relay: who owns them, as whom they run, and who may call them."""
 
 from __future__ import annotations
 

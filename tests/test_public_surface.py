@@ -123,7 +123,7 @@ SURFACE = {
     ],
 }
 
-# The verbs of the repository, as DESIGN 7 and the issue name them, with their parameters.
+# The verbs of the repository, as the documents name them, with their parameters.
 REPOSITORY = {
     "enqueue": "relay_id operation headers body json ttl expires_at delay max_attempts idempotency_key notify",
     "enqueue_many": "requests notify",

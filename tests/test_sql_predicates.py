@@ -1,4 +1,4 @@
-"""The SQL of the migrations, parsed: every statement on a tenant table names the bound tenant (DESIGN 4.5, 4.8)."""
+"""The SQL of the migrations, parsed: every statement on a tenant table names the bound tenant."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ EXCEPTIONS = {
     ("0001_tenancy.sql", "bound_tenant"),
     ("10_tenancy.sql", "bind_tenant"),
     ("10_tenancy.sql", "login_is"),
+    ("10_tenancy.sql", "grant_binding"),
     ("10_tenancy.sql", "revoke_binding"),
     ("10_tenancy.sql", "my_bindings"),
     # Whose turn it is, for all tenants of a login at once: whether the login may serve the relay that the turn names.

@@ -117,6 +117,16 @@ where n.nspname = 'relay' and not k.convalidated
 order by 1
 """
 
+_BINDINGS = """
+select format('a binding as %s is of role %s, which is gone: the next db grant takes it away, and '
+              'a dump would give it to whoever has that number on another server', b.kind, b.role_oid::oid)
+from relay.role_binding b
+where not exists (select from pg_roles r where r.oid = b.role_oid)
+order by 1
+"""
+# Not among the others: not everybody who may verify may read the bindings.
+_MAY_READ_BINDINGS = "select has_table_privilege('relay.role_binding', 'select')"
+
 CHECKS = (
     _SCHEMA,
     _SCHEMA_RIGHTS,
@@ -161,6 +171,8 @@ async def verify(dsn: str, *, only: Sequence[str] | None = None, directory: Path
         with translated("verifying the schema"):
             for check in CHECKS:
                 problems.extend(row[0] for row in await conn.fetch(check))
+            if await conn.fetchval(_MAY_READ_BINDINGS):
+                problems.extend(row[0] for row in await conn.fetch(_BINDINGS))
             public = await conn.fetch(sql.PUBLIC_FUNCTIONS)
             problems.extend(f"PUBLIC may execute {row[0]}" for row in public)
     return problems

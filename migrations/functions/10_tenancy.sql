@@ -98,13 +98,15 @@ as $$
 $$;
 
 -- Guarantees: the login may act for the tenant (null = every tenant) and relay (null = every relay), as that kind.
---   Made again, it changes nothing. Only the owner roles and superusers may call it.
+--   Made again, it changes nothing. Only the owner roles and superusers may call it. Bindings of logins that are gone go too: a
+--   dump has their numbers where others have names, and on another server the number is somebody else's.
 -- Errors: 42704 no such login; 23514 an empty tenant or relay.
 create or replace function relay.grant_binding(p_login text, p_kind text, p_tenant text, p_relay text) returns void
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+  delete from relay.role_binding b where not exists (select from pg_catalog.pg_roles r where r.oid = b.role_oid);
   insert into relay.role_binding (role_oid, kind, tenant_id, relay_id)
   values (quote_ident(p_login)::regrole, p_kind, p_tenant, p_relay)
   on conflict do nothing;

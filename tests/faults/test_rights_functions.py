@@ -5,6 +5,7 @@ The functions are those of the catalog: one without an attack makes the first te
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from uuid import UUID, uuid4
@@ -69,6 +70,20 @@ async def test_every_function_that_a_login_may_call_has_an_attack(database: Test
             await made.bind(name, kind, "a")
         rows = await (await made.connect(name)).fetch(_FUNCTIONS)
         assert {row["name"] for row in rows if row["allowed"]} == known
+
+
+async def test_every_setting_that_a_function_reads_or_sets_is_among_the_forged(admin: Connection) -> None:
+    rows = await admin.fetch(
+        r"""select lower(split_part(c, '=', 1)) from pg_proc p, unnest(p.proconfig) c
+            where p.pronamespace = 'relay'::regnamespace
+            union
+            select lower(m[1]) from pg_proc p,
+                   regexp_matches(p.prosrc, '(?:current_setting|set_config)\(\s*''([^'']+)', 'g') m
+            where p.pronamespace = 'relay'::regnamespace"""
+    )
+    forged = inspect.getsource(attacks.forged_settings) + inspect.getsource(attacks.forged_tenant)
+    assert len(rows) > 12
+    assert [row[0] for row in rows if f"set {row[0]} =" not in forged] == []
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "stranger"])

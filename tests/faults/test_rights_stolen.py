@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import anyio
 import pytest
 
 from dispatch_core.cli.checks import examine
@@ -19,7 +20,7 @@ from relay_sdk import DispatchJob, Reply
 from tests.support import durable
 from tests.support.attacks import answer, try_sql
 from tests.support.databases import TestDatabase
-from tests.support.gateway import open_client
+from tests.support.gateway import PlayedRelay, open_client
 from tests.support.protocol import Connection, connected, logins
 from tests.support.relays import new_relay, running
 from tests.support.tenants import World, audit, build
@@ -109,7 +110,7 @@ async def test_it_is_worth_the_durable_jobs_of_its_tenant_too(
 async def test_its_sessions_can_end_one_another_and_nobody_elses(database: TestDatabase) -> None:
     """A login that many processes share is one for PostgreSQL: it shows their statements to each, too."""
     async with logins(database) as made:
-        thief, twin = await made.open("worker", "a", "one"), None
+        thief = await made.open("worker", "a", "one")
         twin = await made.connect(made.names[-1])
         other = await made.open("worker", "a", "one")
         pid, others = await twin.fetchval("select pg_backend_pid()"), await other.fetchval("select pg_backend_pid()")
@@ -117,6 +118,8 @@ async def test_its_sessions_can_end_one_another_and_nobody_elses(database: TestD
         assert "pg_backend_pid" in await thief.fetchval(show, pid)
         assert await thief.fetchval(show, others) == "<insufficient privilege>"
         assert await try_sql(thief, f"select pg_terminate_backend({others})") == "42501"
+        assert await try_sql(thief, "alter role current_user password 'x'") is None
+        assert await try_sql(thief, f"alter role \"{made.names[-1]}\" password 'x'") == "42501"
         assert await thief.fetchval("select pg_terminate_backend($1, 5000)", pid)
         assert await other.fetchval("select 1") == 1
 
@@ -143,6 +146,60 @@ async def test_revoking_a_binding_holds_from_the_next_call_on_and_a_channel_unti
         await gateway.execute(ring, [job_id])
         await thief.fetchval("select 1")
         assert heard == [job_id]
+
+
+_RESULTS: list[tuple[str, int | None, str | None, bytes | None, str | None, str | None]] = [
+    ("succeeded", 200, '"text"', b"x", None, None),
+    ("succeeded", -1, "[1, 2]", b"", None, None),
+    ("succeeded", 2**62, '{"a": {"b": 1}}', None, None, None),
+    ("succeeded", None, '{"a": [1]}', b"\x00" * 100, None, None),
+    ("succeeded", 0, "null", b"x", None, None),
+    ("succeeded", 200, '{"": "", "x\\r\\ny": "z\\u0001"}', b"x", "E", "m"),
+    ("succeeded", 200, '{"' + "k" * 100_000 + '": "v"}', b"x" * 20_000_000, None, None),
+    ("failed", None, None, None, None, None),
+    ("failed", None, "{}", b"x", "S2R-EXPIRED", "\x01\x1b[2J"),
+    ("failed", 1, None, None, "S2R-TENANCY-DENIED", "m" * 3_000_000),
+    ("failed", 1, "7", None, "e" * 100_000, "'; drop table x; --"),
+]
+
+
+async def test_what_a_hostile_worker_writes_hurts_the_waits_for_its_own_jobs_alone(
+    database: TestDatabase, worker: Connection
+) -> None:
+    async with logins(database) as made, open_client(database.gateway_dsn) as client:
+        thief = await made.open("worker", "a", "one")
+        a, b = client.tenant("a"), client.tenant("b")
+        ids = await a.enqueue_many([DispatchRequest("one", "Get", ttl=60) for _ in _RESULTS])
+        ended: dict[int, Any] = {}
+
+        async def wait(place: int) -> None:
+            try:
+                ended[place] = await a.wait(ids[place], timeout=30)
+            except RelayDispatchError as error:
+                ended[place] = error
+
+        async with anyio.create_task_group() as group:
+            for place in range(len(ids)):
+                group.start_soon(wait, place)
+            rows = await thief.fetch("select * from relay.claim('one', '{a}', 99, 'thief', $1, '30 s')", uuid4())
+            assert {row["job_id"] for row in rows} == set(ids)
+            for job_id, (status, number, headers, body, code, message) in zip(ids, _RESULTS, strict=True):
+                await thief.fetch(
+                    "select * from relay.complete('one', 'thief', '{a}', '{1}', array[$1::uuid], '{1}',"
+                    " array[$2::text], array[$3::bigint], array[$4::text], array[$5::bytea], array[$6::text],"
+                    " array[$7::text], true)",
+                    job_id, status, number, headers, body, code, message,
+                )  # fmt: skip
+        malformed = {place for place, error in ended.items() if isinstance(error, RelayDispatchError)}
+        assert {ended[place].code for place in malformed} == {"S2R-HEADERS-INVALID"}
+        assert malformed == {0, 1, 2, 3, 4, 10}
+        # The others had their results, such as they are; and another tenant's wait is none the worse.
+        assert {ended[place].status for place in set(ended) - malformed} == {"succeeded", "failed"}
+        played = PlayedRelay(worker, "b", "one")
+        job_id = await b.enqueue("one", "Get", body=b"mine", ttl=60)
+        await played.work()
+        assert (await b.wait(job_id, timeout=20)).response_body == b"mine"
+        assert client.health().problem is None
 
 
 # --- through the SDKs -----------------------------------------------------------------------------

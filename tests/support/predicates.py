@@ -1,4 +1,4 @@
-"""Read the SQL of the migrations with PostgreSQL's own parser, and find what the rules of DESIGN 4.5 and 4.8 forbid."""
+"""Read the SQL of the migrations with PostgreSQL's own parser, and find what our rules forbid."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def _columns(node: Any) -> Iterator[Any]:
 
 
 def silent_inserts(statement: Statement) -> list[str]:
-    """Return the multi-row INSERTs of functions that have no RETURNING (DESIGN 4.8)."""
+    """Return the multi-row INSERTs of functions that have no RETURNING."""
     return [
         f"{statement}: insert into {query.relation.relname}"
         for query in _queries_in(statement.node)
