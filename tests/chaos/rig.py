@@ -172,7 +172,7 @@ class Rig:
                     rows = await conn.fetch(_IDLE, IDLE_SECONDS)
                 finally:
                     conn.terminate()
-            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError):
                 continue  # the server is down
             for row in rows:
                 member = self.members.get(row["usename"].replace("_", "-", 1))
