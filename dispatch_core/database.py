@@ -42,7 +42,16 @@ from dispatch_core.errors import (
 )
 from dispatch_core.hosts import Host, accepted, hosts_of, names_target, ordered
 
-__all__ = ["Connection", "Database", "close_connection", "connect", "mapped_errors", "translate"]
+__all__ = [
+    "Connection",
+    "Database",
+    "as_opened",
+    "close_connection",
+    "connect",
+    "has_codecs",
+    "mapped_errors",
+    "translate",
+]
 
 Connection: TypeAlias = asyncpg.Connection
 """A connection of asyncpg, its own or a pool's."""
@@ -187,13 +196,24 @@ def _translate_sqlstate(error: asyncpg.PostgresError, job_id: UUID | None, conne
 
 
 class _OwnNames(asyncpg.Connection):
-    """A connection whose prepared statements nobody else's can be taken for (D131).
+    """A connection whose prepared statements nobody else's can be taken for (D131), and that knows of codecs.
 
     The driver numbers them, each process from one. Behind a transaction pooler, with the cache on by mistake, another
     process's statement of that number would be executed in place of ours; with these names it is unknown, an error.
     """
 
     _token: str | None = None
+
+    has_codecs = False
+    """Whether somebody has set codecs: our statements are for a connection that has the driver's own."""
+
+    async def set_type_codec(self, *args: Any, **options: Any) -> None:
+        self.has_codecs = True
+        await super().set_type_codec(*args, **options)
+
+    async def set_builtin_type_codec(self, *args: Any, **options: Any) -> None:
+        self.has_codecs = True
+        await super().set_builtin_type_codec(*args, **options)
 
     def _get_unique_id(self, prefix: str) -> str:
         if self._token is None:
@@ -469,8 +489,31 @@ async def _no_reset(conn: Connection) -> None:
     """Stand in for the pool's reset query, which costs a round trip on every release.
 
     Safe because our statements leave nothing in a session: the tenant is bound for the transaction only, and we take no
-    advisory lock, cursor or LISTEN on a pooled connection. asyncpg still rolls an open transaction back.
+    advisory lock, cursor or LISTEN on a pooled connection. asyncpg still rolls an open transaction back. Whoever lends
+    one to user code calls `as_opened` afterwards.
     """
+
+
+_AS_OPENED: Final = (
+    "select pg_catalog.pg_advisory_unlock_all(); close all; unlisten *; discard temp; reset role; reset all"
+)
+
+
+async def as_opened(conn: Connection) -> bool:
+    """Take back what user code has set in the session of a pooled connection; False where it has to be closed.
+
+    Raises: as any statement.
+    """
+    if has_codecs(conn):
+        return False
+    with mapped_errors():
+        await conn.execute(_AS_OPENED)
+    return True
+
+
+def has_codecs(conn: Connection) -> bool:
+    """Whether it encodes and decodes values in some other way than the driver does by itself."""
+    return bool(getattr(conn, "has_codecs", True))
 
 
 class Database:

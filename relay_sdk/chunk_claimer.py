@@ -23,13 +23,13 @@ import anyio
 from dispatch_core.backoff import Backoff
 from dispatch_core.database import Connection, Database
 from dispatch_core.durable_models import ClaimedChunk, ClaimedChunks
-from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import DatabaseBusyError, DatabaseError, DatabaseUnavailableError, TenancyError
 from dispatch_core.ids import new_id
 from dispatch_core.settings import DurableJobsSettings
 from relay_sdk.chunk_registry import ChunkRegistry
 from relay_sdk.chunk_slots import ChunkSlots
 from relay_sdk.chunk_wants import Ask, Wants
+from relay_sdk.chunk_writes import verbs
 from relay_sdk.lost_claims import LostClaim, LostClaims
 from relay_sdk.metrics import RelayMetrics
 
@@ -202,7 +202,7 @@ class ChunkClaimer:
                     may_have_taken = True
                     with anyio.fail_after(self._patience):
                         if self._settings.skip_locked_claims:
-                            claimed = await DurableRepository(conn, self._settings).claim(
+                            claimed = await verbs(conn, self._settings).claim(
                                 ask.tenants,
                                 ask.kinds,
                                 limit=ask.limit,
@@ -237,7 +237,7 @@ class ChunkClaimer:
 
     async def _claim_one_by_one(self, conn: Connection, ask: Ask, token: UUID) -> ClaimedChunks:
         """Claim without SKIP LOCKED: what was seen is claimed if it still is as it was seen."""
-        repository = DurableRepository(conn, self._settings)
+        repository = verbs(conn, self._settings)
         claimed = ClaimedChunks([], {})
         first = self._start % len(ask.tenants)
         for tenant in (*ask.tenants[first:], *ask.tenants[:first]):
@@ -318,7 +318,7 @@ class ChunkClaimer:
         self.last_error = error
 
     async def _claim_again(self, conn: Connection, lost: LostClaim) -> ClaimedChunks:
-        return await DurableRepository(conn, self._settings).claim_again(
+        return await verbs(conn, self._settings).claim_again(
             lost.tenants, lost.claim_id, holder=self._instance_id, local_deadline=lost.sent_at + self._lease
         )
 

@@ -28,7 +28,6 @@ from dispatch_core.batcher import Batcher
 from dispatch_core.database import Database
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.durable_models import ChunkSettled, ChunkStatus
-from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import (
     DatabaseBusyError,
     DatabaseError,
@@ -42,6 +41,7 @@ from dispatch_core.settings import DurableJobsSettings
 from relay_sdk import chunk_writes
 from relay_sdk.chunk_ends import ChunkEnds
 from relay_sdk.chunk_slots import ChunkSlot, Done, Failed, Released, Settled
+from relay_sdk.chunk_writes import verbs
 from relay_sdk.metrics import RelayMetrics
 
 __all__ = ["ChunkCompleter"]
@@ -170,7 +170,9 @@ class ChunkCompleter:
     async def _complete_with_row_errors(self, slots: list[ChunkSlot]) -> Sequence[ChunkSettled]:
         async with self._database.connection() as conn:
             with anyio.fail_after(2 * self._patience):
-                return [await chunk_writes.complete_with_row_errors(conn, slots[0], self._settings)]
+                end = slots[0].end
+                assert isinstance(end, Done)
+                return [await chunk_writes.complete_with_row_errors(conn, slots[0].lease, end, self._settings)]
 
     async def _fail(self, slots: list[ChunkSlot]) -> Sequence[tuple[ChunkStatus | None, bool]]:
         async with self._database.connection() as conn:
@@ -190,7 +192,7 @@ class ChunkCompleter:
         for tenant, job_ids in by_tenant.items():
             async with self._database.connection() as conn:
                 with anyio.fail_after(self._patience):
-                    for _, _, ended in await DurableRepository(conn, self._settings).finish(tenant, job_ids):
+                    for _, _, ended in await verbs(conn, self._settings).finish(tenant, job_ids):
                         self._metrics.durable_jobs_ended += ended
         return [0] * len(jobs)
 
@@ -240,6 +242,8 @@ class ChunkCompleter:
             lease, end = slot.lease, slot.end
             if status is None:
                 self._lost(slot)
+            elif status is ChunkStatus.DONE:
+                self._was_done(slot, last)
             elif status is ChunkStatus.RETRY:
                 self._metrics.chunks_retried += 1
                 delay = end.delay if isinstance(end, Failed) else 0.0
@@ -268,8 +272,8 @@ class ChunkCompleter:
                     self._put_back(lease.tenant_id, 0.0)
                     self._doorbell.ring_chunks(lease.tenant_id)
                 self._moved(lease.tenant_id, lease.job_id)
-            elif slot.completing:
-                # It was committed, as it seems, by the handler itself.
+            elif answer[1] is ChunkStatus.DONE:
+                # By the handler itself. Whether it was the last is asked for: that others wait was seen before.
                 self._was_done(slot, True)
             else:
                 self._lost(slot)
@@ -299,9 +303,6 @@ class ChunkCompleter:
             lease.job_id,
             time.monotonic() - slot.renewed_at,
         )
-        if slot.completing:
-            # Perhaps the handler's own transaction was committed after all.
-            self.finish(lease.tenant_id, lease.job_id)
 
     # --- what goes wrong ---
 

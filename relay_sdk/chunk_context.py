@@ -14,15 +14,21 @@ from dispatch_core import durable_input as check
 from dispatch_core.backoff import Backoff
 from dispatch_core.database import Database
 from dispatch_core.durable_caller import CallersConnection, JoinableConnection
-from dispatch_core.durable_models import ChunkOutcome, JobLease, RowError
+from dispatch_core.durable_models import ChunkOutcome, ChunkSettled, JobLease, RowError
 from dispatch_core.durable_repository import DurableRepository
-from dispatch_core.errors import DatabaseBusyError, DatabaseUnavailableError, LeaseLostError
+from dispatch_core.errors import (
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    LeaseLostError,
+    RelayDispatchError,
+)
+from dispatch_core.models import WriteOutcome
 from dispatch_core.settings import DurableJobsSettings
 from relay_sdk.chunk_row_errors import RowErrors
-from relay_sdk.chunk_slots import ChunkSlot
+from relay_sdk.chunk_slots import ChunkSlot, Done
 from relay_sdk.chunk_stopping import Stopping
 from relay_sdk.chunk_transaction import ChunkTransaction
-from relay_sdk.chunk_writes import tell_row_errors
+from relay_sdk.chunk_writes import complete_with_row_errors, tell_row_errors, verbs
 from relay_sdk.metrics import RelayMetrics
 
 __all__ = ["ChunkContext", "Desk"]
@@ -56,7 +62,7 @@ class ChunkContext:
     up. No two tasks may use them at once.
     """
 
-    __slots__ = ("_checkpoint", "_last_row", "_row_errors", "_stopping", "desk", "open_transaction", "slot")
+    __slots__ = ("_checkpoint", "_row_errors", "_stopping", "desk", "last_row", "open_transaction", "slot")
 
     def __init__(self, slot: ChunkSlot, desk: Desk) -> None:
         self.slot: Final = slot
@@ -66,7 +72,7 @@ class ChunkContext:
         self._row_errors: RowErrors | None = None
         self.open_transaction: ChunkTransaction | None = None
         self._checkpoint = slot.chunk.checkpoint
-        self._last_row: int | None = None
+        self.last_row: int | None = None
 
     def __repr__(self) -> str:
         return f"<ChunkContext chunk {self.seq} of job {self.job_id} ({self.kind}), attempt {self.attempt}>"
@@ -179,8 +185,8 @@ class ChunkContext:
         Raises: InvalidInputError for what cannot be stored, or where too many wait.
         """
         self.row_errors.add(row, code, message, data)
-        if row != self._last_row:
-            self._last_row = row
+        if row != self.last_row:
+            self.last_row = row
             self.slot.rows_failed += 1
         self.desk.metrics.row_errors += 1
 
@@ -204,7 +210,7 @@ class ChunkContext:
             return
 
         async def save(conn: Any) -> None:
-            await self.under(self._save(DurableRepository(conn, self.desk.settings), value, renew=True))
+            await self.under(self._save(verbs(conn, self.desk.settings), value, renew=True))
 
         if self._row_errors is not None and self._row_errors.items:
             await self._in_own_transaction(lambda transaction: transaction.checkpoint(value))
@@ -218,7 +224,7 @@ class ChunkContext:
         """Say that the chunk is done: a JSON value or a `ChunkOutcome`. What the handler returns counts no more.
 
         Transaction: as `save_checkpoint`; the rows that it has written are there exactly once, with the completion.
-        Raises: LeaseLostError; InvalidPayloadError; DatabaseError.
+        Raises: LeaseLostError; InvalidPayloadError; DatabaseError where it joins a transaction.
         """
         self.check()
         end = self.outcome_of(outcome)
@@ -231,16 +237,15 @@ class ChunkContext:
         elif inside is not None:
             await inside.complete(end)
         else:
-            async with self.transaction():
-                assert self.open_transaction is not None
-                await self.open_transaction.complete(end)
+            await self._complete_by_itself(end)
 
     def transaction(self) -> ChunkTransaction:
         """Open a transaction: ``async with ctx.transaction() as conn``.
 
         What is written on `conn` is committed together with the checkpoint or the completion that is told inside,
-        and only while the lease is this handler's: else all of it fails with `LeaseLostError`. `conn` is asyncpg's,
-        of the relay's pool; leave its session as it was.
+        and only while the lease is this handler's: else all of it fails with `LeaseLostError`. `conn` is asyncpg's, of
+        the relay's pool; what is set in its session is taken back. Where an error leaves open whether the COMMIT took
+        effect, the attempt may write nothing more: let it through.
         """
         return ChunkTransaction(self)
 
@@ -258,6 +263,13 @@ class ChunkContext:
         reason = self.stopping.reason
         if reason is not None and reason.is_final:
             raise LeaseLostError(job_id=self.job_id, seq=self.seq)
+        if slot.unsure:
+            raise LeaseLostError(
+                f"nobody knows what became of the last transaction of chunk {self.seq} of job {self.job_id}: this"
+                " attempt writes nothing more, and the next one goes on at the checkpoint that is stored",
+                job_id=self.job_id,
+                seq=self.seq,
+            )
 
     async def under(self, statement: Awaitable[_Answer]) -> _Answer:
         """Return what the statement returns; where it says that the lease is lost, the runner hears of it as well."""
@@ -305,11 +317,39 @@ class ChunkContext:
         if errors := self.take_row_errors():
             await self.under(tell_row_errors(repository, self.lease, errors, self.desk.settings))
 
+    async def _complete_by_itself(self, outcome: ChunkOutcome) -> None:
+        slot, desk = self.slot, self.desk
+        end = Done(outcome, [] if self._row_errors is None else self._row_errors.items)
+        answers: list[ChunkSettled] = []
+
+        async def say(conn: Any) -> None:
+            # From here on a refused heartbeat may mean that it is done.
+            slot.completing = True
+            if end.row_errors:
+                answers.append(await complete_with_row_errors(conn, self.lease, end, desk.settings))
+            else:
+                answers.extend(await verbs(conn, desk.settings).complete_many([self.lease], [outcome]))
+
+        try:
+            await self._until_answered(say)
+        except LeaseLostError:
+            raise  # whether it is done is asked for when the handler has ended
+        except RelayDispatchError:
+            slot.completing = False
+            raise
+        slot.completing = False
+        if answers[0].outcome is WriteOutcome.STALE:
+            desk.lost(slot)
+            raise LeaseLostError(job_id=self.job_id, seq=self.seq)
+        self.take_row_errors()
+        slot.settled_last = answers[0].last
+        desk.moved(slot)
+
     async def _in_own_transaction(self, say: Callable[[ChunkTransaction], Awaitable[None]]) -> None:
         backoff = Backoff(0.05, 1.0)
         while True:
             try:
-                async with self.transaction():
+                async with ChunkTransaction(self, may_repeat=True):
                     assert self.open_transaction is not None
                     await say(self.open_transaction)
                 return
@@ -321,6 +361,8 @@ class ChunkContext:
         backoff = Backoff(0.05, 1.0)
         while True:
             self.check()
+            if self.lease_remaining <= 0:  # of one that may be completed, `check` does not look at the clock
+                raise LeaseLostError(job_id=self.job_id, seq=self.seq)
             try:
                 # Never longer than the lease: whoever waits here hears at once that it is over.
                 async with self.desk.database.connection(self.lease_remaining + 0.001) as conn:

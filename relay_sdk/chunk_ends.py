@@ -49,6 +49,9 @@ class ChunkEnds:
         assert context is not None
         if isinstance(value, Outcome):
             return self._outcome(slot, value)
+        if slot.unsure:
+            text = "nobody knows what became of a transaction of its, and the handler went on"
+            return self._error(slot, "S2R-HANDLER-ERROR", text, None)
         try:
             if value is None:
                 outcome = context.outcome_of(None)

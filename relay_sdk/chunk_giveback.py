@@ -7,13 +7,13 @@ from uuid import UUID
 
 from dispatch_core.database import Connection
 from dispatch_core.durable_models import ChunkStatus
-from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import TenancyError
 from dispatch_core.models import WriteOutcome
 from dispatch_core.settings import DurableJobsSettings
 from relay_sdk import chunk_writes
 from relay_sdk.chunk_claimer import ChunkClaimer
 from relay_sdk.chunk_slots import ChunkSlot, Done, Failed, Released
+from relay_sdk.chunk_writes import verbs
 from relay_sdk.connections import Connections, last_connection
 from relay_sdk.metrics import RelayMetrics
 
@@ -62,7 +62,7 @@ async def give_back_chunks(
                     metrics.chunks_released += 1
                     if status is not ChunkStatus.CANCELLED:
                         connections.doorbell.ring_chunks(tenant)
-                elif slot.completing:
+                elif status is ChunkStatus.DONE:
                     metrics.chunks_done += 1
                     ended(slot)
                 else:
@@ -75,7 +75,10 @@ async def give_back_chunks(
                 zip(plain, await chunk_writes.complete_many(conn, plain, settings) if plain else [], strict=True)
             )
             for slot in set(slots).difference(plain):
-                answers.append((slot, await chunk_writes.complete_with_row_errors(conn, slot, settings)))  # noqa: PERF401
+                assert isinstance(slot.end, Done)
+                answers.append(
+                    (slot, await chunk_writes.complete_with_row_errors(conn, slot.lease, slot.end, settings))
+                )
             for slot, answer in answers:
                 if answer.outcome is WriteOutcome.STALE:
                     metrics.chunks_lost += 1
@@ -89,17 +92,18 @@ async def give_back_chunks(
             status, last = await chunk_writes.fail(conn, slot, settings)
             metrics.chunks_retried += status is ChunkStatus.RETRY
             metrics.chunks_failed += status is ChunkStatus.FAILED
+            metrics.chunks_done += status is ChunkStatus.DONE
             metrics.chunks_lost += status is None
             if status is ChunkStatus.RETRY:
                 connections.doorbell.ring_chunks(slot.lease.tenant_id)
-            if last or slot.completing:
+            if last:
                 ended(slot)
             settled((slot,))
 
         await by_tenant(left)
         await _release_lost(conn, claimer, connections, settings, metrics, denied)
         for tenant, job_ids in finished.items():
-            for _, _, has_ended in await DurableRepository(conn, settings).finish(tenant, job_ids):
+            for _, _, has_ended in await verbs(conn, settings).finish(tenant, job_ids):
                 metrics.durable_jobs_ended += has_ended
     if denied:
         raise denied[0]
@@ -119,7 +123,7 @@ async def _release_lost(
             try:
                 claimed = await claimer.lost.ask(part, conn)
                 if claimed.chunks:
-                    await DurableRepository(conn, settings).release([chunk.lease for chunk in claimed.chunks])
+                    await verbs(conn, settings).release([chunk.lease for chunk in claimed.chunks])
             except TenancyError as error:
                 denied.append(error)
                 continue

@@ -24,11 +24,11 @@ import anyio
 from dispatch_core.backoff import Backoff
 from dispatch_core.database import Connection, Database, Lent, close_connection
 from dispatch_core.durable_models import Heartbeaten, JobStatus
-from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import ConfigurationError, ConnectionLostError, DatabaseError, TenancyError
 from dispatch_core.models import WriteOutcome
 from dispatch_core.settings import DurableJobsSettings
 from relay_sdk.chunk_slots import ChunkSlot, ChunkSlots, StopReason
+from relay_sdk.chunk_writes import verbs
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.slots import ENDED
 
@@ -208,7 +208,7 @@ class ChunkHeartbeat:
         with anyio.move_on_after(self._patience):
             conn = await self._line.get()
             try:
-                return await DurableRepository(conn, self._settings).heartbeat(
+                return await verbs(conn, self._settings).heartbeat(
                     [slot.lease for slot in slots], lease_seconds=self._lease, rows_done=rows
                 )
             except (TenancyError, DatabaseError) as error:

@@ -67,10 +67,15 @@ class RowErrors:
         if not self.items:
             self._bytes = 0
 
-    def rolled_back(self, mark: int) -> None:
-        """Have those back that were there when the transaction began, `mark` of them; what it told is undone."""
+    def mark(self) -> tuple[int, int]:
+        """Return what `rolled_back` is to be told of a transaction that begins now."""
+        return len(self.items), self._bytes
+
+    def rolled_back(self, mark: tuple[int, int]) -> None:
+        """Have those back that were there when the transaction began; what it told is undone."""
         self.sent = 0
-        del self.items[mark:]
+        del self.items[mark[0] :]
+        self._bytes = mark[1] if self.items else 0
 
     def take(self) -> list[RowError]:
         """Return all of them, and keep none."""

@@ -19,7 +19,6 @@ from uuid import UUID
 import anyio
 
 from dispatch_core.durable_models import ClaimedChunk, Swept
-from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError, RelayDispatchError
 from dispatch_core.ids import new_id
 from dispatch_core.settings import DurableJobsSettings
@@ -35,6 +34,7 @@ from relay_sdk.chunk_registry import ChunkRegistry
 from relay_sdk.chunk_slots import ChunkSlot, ChunkSlots, Released
 from relay_sdk.chunk_sweeper import ChunkSweeper
 from relay_sdk.chunk_watch import ChunkWatch
+from relay_sdk.chunk_writes import verbs
 from relay_sdk.connections import Connections
 from relay_sdk.metrics import Health, RelayMetrics
 from relay_sdk.settings import RelaySettings
@@ -142,7 +142,7 @@ class ChunkSession:
             )
         self._make_pieces(connections)
         async with connections.database.connection() as conn:
-            repository = DurableRepository(conn, self._durable)
+            repository = verbs(conn, self._durable)
             with anyio.fail_after(self.patience_seconds):
                 # A claim that never was: only a worker of these tenants is told that there is none.
                 await repository.claim_again(

@@ -104,6 +104,7 @@ class ChunkSlot:
         "task",
         "timed_out",
         "timeout_at",
+        "unsure",
         "was_cancelled",
     )
 
@@ -132,6 +133,8 @@ class ChunkSlot:
         """Whether the handler has completed the chunk in a transaction whose commit was not seen yet."""
         self.settled_last: bool | None = None
         """Of a chunk that the handler has completed in a transaction that is committed: whether it was the last."""
+        self.unsure = False
+        """Whether nobody knows what became of a transaction of the handler's: this attempt writes nothing more."""
         # As the last checkpoint has them.
         self.rows_done = chunk.rows_done
         self.rows_failed = chunk.rows_failed

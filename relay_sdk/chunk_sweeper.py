@@ -13,9 +13,9 @@ import anyio
 
 from dispatch_core.database import Database
 from dispatch_core.durable_models import Swept
-from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import DatabaseError, TenancyError
 from dispatch_core.settings import DurableJobsSettings
+from relay_sdk.chunk_writes import verbs
 from relay_sdk.metrics import RelayMetrics
 
 __all__ = ["ChunkSweeper"]
@@ -58,7 +58,7 @@ class ChunkSweeper:
         try:
             async with self._database.connection() as conn:
                 with anyio.fail_after(self._patience):
-                    rows = await DurableRepository(conn, self._settings).run_sweeps(self._instance_id)
+                    rows = await verbs(conn, self._settings).run_sweeps(self._instance_id)
         except (DatabaseError, TenancyError) as error:
             logger.debug("relay %s could not sweep for chunks: %s", self._relay_id, error)
             return

@@ -7,7 +7,11 @@
     rollback  and so it does here: what was said of rows inside is forgotten
 
 A lost lease fails the whole of it with `LeaseLostError`. Where the reply to the COMMIT is lost, nobody knows what
-became of it: the error reaches the handler, and the chunk is not completed again (`chunk_ends`).
+became of it: the error reaches the handler, its attempt writes nothing more, and the chunk is not completed again
+(`chunk_ends`). So a handler that tries again by itself doubles no row.
+
+What a handler sets in the session is taken back at the end, and where it has set codecs the connection is closed: the
+next who gets it is the runner, or another handler.
 """
 
 from __future__ import annotations
@@ -19,11 +23,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from dispatch_core.database import Connection, mapped_errors, translate
+from dispatch_core.database import Connection, as_opened, mapped_errors, translate
 from dispatch_core.durable_models import ChunkOutcome
 from dispatch_core.durable_repository import DurableRepository
-from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError, RelayDispatchError
-from relay_sdk.chunk_writes import tell_row_errors
+from dispatch_core.errors import (
+    ConfigurationError,
+    DatabaseUnavailableError,
+    RelayDispatchError,
+    TransactionRequiredError,
+)
+from relay_sdk.chunk_writes import tell_row_errors, verbs
 
 if TYPE_CHECKING:
     from relay_sdk.chunk_context import ChunkContext
@@ -36,11 +45,16 @@ _ROLLBACK_SECONDS: Final = 2.0
 class ChunkTransaction:
     """An async context manager; it gives the connection, with a transaction open."""
 
-    def __init__(self, context: ChunkContext) -> None:
+    def __init__(self, context: ChunkContext, *, may_repeat: bool = False) -> None:
+        """`may_repeat`: whoever asks for it does all of it again where nobody knows what became of it."""
         self._context = context
+        self._may_repeat = may_repeat
+        self._forget()
+
+    def _forget(self) -> None:
         self._conn: Connection | None = None
         self._saved: tuple[Any] | None = None
-        self._renewed_at: float | None = None
+        self._lease_before: tuple[float, float] | None = None
         self._last: bool | None = None
         self._is_clean = False
 
@@ -55,6 +69,7 @@ class ChunkTransaction:
         if context.open_transaction is not None:
             raise ConfigurationError("this chunk has a transaction open already: write in that one")
         await desk.permits.acquire()
+        self._forget()
         try:
             self._lent = desk.database.connection()
             conn = await self._lent.__aenter__()
@@ -69,9 +84,8 @@ class ChunkTransaction:
             desk.permits.release()
             raise
         self._conn = conn
-        self._repository = DurableRepository(conn, desk.settings)
         slot = context.slot
-        self._before = (len(context.row_errors.items), slot.rows_done, slot.rows_failed)
+        self._before = (context.row_errors.mark(), slot.rows_done, slot.rows_failed, context.last_row)
         context.open_transaction = self
         return conn
 
@@ -115,6 +129,16 @@ class ChunkTransaction:
 
     # --- what is said in it ---
 
+    @property
+    def _repository(self) -> DurableRepository:
+        """The verbs on its connection, with which the handler may have done what it liked."""
+        conn, desk = self._conn, self._context.desk
+        assert conn is not None
+        with mapped_errors():
+            if not conn.is_in_transaction():
+                raise TransactionRequiredError("the transaction of ctx.transaction() was ended inside it")
+        return verbs(conn, desk.settings, joins=True)
+
     async def checkpoint(self, value: Any) -> None:
         """Store row errors and the checkpoint in it."""
         context, desk, slot = self._context, self._context.desk, self._context.slot
@@ -129,7 +153,12 @@ class ChunkTransaction:
                 renew_seconds=desk.settings.lease_seconds,
             )
         )
-        self._saved, self._renewed_at = (value,), sent_at
+        self._saved = (value,)
+        if self._lease_before is None:
+            self._lease_before = (slot.renewed_at, slot.lost_at)
+        # Nobody takes the chunk back while its row is locked, and heartbeats do not get at it: so this goes on as long
+        # as the database has it, for as long as the transaction is open.
+        slot.renewed(sent_at, desk.settings.lease_seconds)
 
     async def complete(self, outcome: ChunkOutcome) -> None:
         """Store row errors and the completion in it."""
@@ -158,6 +187,8 @@ class ChunkTransaction:
             # The chunk is done in here, so its lease is no more; but a statement of the handler may have failed and
             # been caught, and then COMMIT would roll all of it back without a word.
             with mapped_errors():
+                if not self._conn.is_in_transaction():
+                    raise TransactionRequiredError("the transaction of ctx.transaction() was ended inside it")
                 await self._conn.execute("select 1")
             return
         context.check()
@@ -172,14 +203,14 @@ class ChunkTransaction:
         try:
             with mapped_errors(), anyio.fail_after(desk.patience):
                 await self._transaction.commit()
-        except RelayDispatchError as error:
-            if not isinstance(error, DatabaseUnavailableError):
+        except BaseException as error:
+            if isinstance(error, RelayDispatchError) and not isinstance(error, DatabaseUnavailableError):
                 slot.completing = False  # it was refused, say by a deferred constraint
+            elif not self._may_repeat:
+                slot.unsure = True
             raise
         self._is_clean = True
         context.row_errors.committed()
-        if self._renewed_at is not None:
-            slot.renewed(self._renewed_at, desk.settings.lease_seconds)
         if self._saved is not None:
             context.was_saved(self._saved[0])
         if self._last is not None:
@@ -189,8 +220,8 @@ class ChunkTransaction:
 
     async def _roll_back(self) -> None:
         assert self._conn is not None
-        # Nothing of it can have been committed.
-        self._context.slot.completing = False
+        if self._last is not None:
+            self._context.slot.completing = False  # nothing of it can have been committed
         # Whatever comes of this, the connection is put away by what the driver thinks of it.
         with contextlib.suppress(Exception), anyio.move_on_after(_ROLLBACK_SECONDS, shield=True):
             if not self._conn.is_closed():
@@ -198,19 +229,39 @@ class ChunkTransaction:
                 self._is_clean = True
 
     def _undo(self) -> None:
-        mark, rows_done, rows_failed = self._before
+        mark, rows_done, rows_failed, last_row = self._before
         self._context.row_errors.rolled_back(mark)
-        self._context.slot.rows_done = rows_done
-        self._context.slot.rows_failed = rows_failed
+        self._context.last_row = last_row
+        slot = self._context.slot
+        slot.rows_done, slot.rows_failed = rows_done, rows_failed
+        if self._lease_before is not None:
+            slot.renewed_at, slot.lost_at = self._lease_before
 
     async def _put_back(self, error: BaseException | None) -> None:
         """Give the connection back; what broke it is told to the pool, and an error of the handler's is not."""
-        told: BaseException | None = None
-        if error is not None and not self._is_clean:
-            ours = translate(error) or error
-            # Else the driver's pool looks at it.
-            told = ours if isinstance(ours, DatabaseUnavailableError) else _Interrupted()
-        await self._lent.__aexit__(None if told is None else type(told), told, None)
+        told: BaseException | None = _Interrupted()  # then the driver's pool looks at it
+        try:
+            if self._is_clean:
+                told = await self._leave_nothing()
+            elif error is not None and isinstance(ours := translate(error) or error, DatabaseUnavailableError):
+                told = ours
+        finally:
+            await self._lent.__aexit__(None if told is None else type(told), told, None)
+
+    async def _leave_nothing(self) -> BaseException | None:
+        """Take back what the handler has set in the session, or end it. A pool of the caller's does so by itself."""
+        assert self._conn is not None
+        if self._context.desk.database.is_borrowed:
+            return None
+        is_whole = False
+        try:
+            # What was committed is; whether this can be done is nobody's affair.
+            with contextlib.suppress(RelayDispatchError), anyio.move_on_after(_ROLLBACK_SECONDS):
+                is_whole = await as_opened(self._conn)
+        finally:
+            if not is_whole:
+                self.cut()
+        return None if is_whole else _Interrupted()
 
 
 class _Interrupted(Exception):  # noqa: N818  (not an error: it says that a block ended early)

@@ -170,6 +170,28 @@ async def test_of_a_batch_of_like_completions_only_the_numbers_go_to_the_server_
     assert elements <= 200 + 7 * rows
 
 
+async def test_a_completion_by_itself_is_one_statement(
+    database: TestDatabase, gateway: Any, statements: list[str]
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1)
+    relay = chunk_relay(database, durable=SELDOM, poll_seconds=600.0)
+    sent: list[str] = []
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        before = len(statements)
+        await ctx.complete("mine")
+        sent.extend(statements[before:])
+
+    async with running(relay):
+        await work.end(job_id)
+    # Beside it the test looks, and watchers are rung for.
+    assert [query.split()[0] for query in sent if "relay.durable_jobs" not in query and "relay.ring" not in query] == [
+        "select"
+    ], sent
+
+
 async def test_while_claims_come_full_the_next_one_looks_behind_them_and_one_from_the_beginning_comes_last(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
