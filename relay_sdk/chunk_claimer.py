@@ -175,7 +175,9 @@ class ChunkClaimer:
 
     def _next_ask(self) -> Ask | None:
         free = min(self._slots.free, self._batch)
-        if free < 1 or self.lost.hold_up_others:
+        # Not for as long as a lost claim is asked for, which is a lease: most never came to the server. What one brings
+        # after its first answer, because it was still under way there, is taken beside what is in hand then.
+        if free < 1 or self.lost.are_open:
             return None
         return self._wants.take({handler.kind: handler.room(free) for handler in self._handlers}, free)
 

@@ -21,7 +21,7 @@ __all__ = ["LostClaim", "LostClaims"]
 class LostClaim:
     """A claim whose reply was lost. Times are of the monotonic clock."""
 
-    __slots__ = ("ask_at", "backoff", "claim_id", "is_denied", "sent_at", "tenants")
+    __slots__ = ("ask_at", "backoff", "claim_id", "is_denied", "sent_at", "tenants", "was_answered")
 
     def __init__(self, claim_id: UUID, tenants: Sequence[str], sent_at: float) -> None:
         self.claim_id = claim_id
@@ -30,6 +30,8 @@ class LostClaim:
         self.ask_at = 0.0
         self.is_denied = False
         """Whether its one tenant is denied to this login now: then it holds up no other claim."""
+        self.was_answered = False
+        """Whether an answer has said that it has brought nothing so far: as a rule it never came to the server."""
         self.backoff = Backoff(1.0, 4.0)
 
     def by_tenant(self) -> list[LostClaim]:
@@ -58,6 +60,11 @@ class LostClaims(Generic[Claimed]):
     def hold_up_others(self) -> bool:
         """Whether one may bring jobs soon, for which there have to be slots."""
         return any(not lost.is_denied for lost in self._lost)
+
+    @property
+    def are_open(self) -> bool:
+        """Whether one has had no answer at all, and so may bring something at once."""
+        return any(not lost.is_denied and not lost.was_answered for lost in self._lost)
 
     def add(self, claim_id: UUID, tenants: Sequence[str], sent_at: float) -> None:
         """Note that the reply to a claim was lost."""
@@ -94,6 +101,7 @@ class LostClaims(Generic[Claimed]):
 
     def not_found(self, lost: LostClaim, now: float, lease_seconds: float) -> None:
         """Note an answer that brought nothing: it is asked for until its lease is over."""
+        lost.was_answered = True
         if now - lost.sent_at > lease_seconds:
             self._lost.remove(lost)
         else:

@@ -308,6 +308,32 @@ async def test_chunks_of_a_claim_whose_reply_was_lost_are_found_again(
     assert (await work.chunk(job_id)).attempts == 1
 
 
+async def test_a_claim_that_never_came_to_the_server_holds_up_no_other_for_a_lease(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(3)
+    relay = chunk_relay(database, durable={"lease_seconds": 600, **SELDOM})
+    claim, lost = DurableRepository.claim, 1
+
+    async def loses(self: DurableRepository, *args: Any, **options: Any) -> Any:
+        nonlocal lost
+        if lost:
+            lost -= 1
+            raise ConnectionLostError("the connection broke")
+        return await claim(self, *args, **options)
+
+    monkeypatch.setattr(DurableRepository, "claim", loses)
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        pass
+
+    async with running(relay):
+        assert (await work.end(job_id)).status is JobStatus.COMPLETED
+    assert lost == 0
+
+
 async def test_what_a_lost_claim_took_is_released_when_the_relay_stops(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
