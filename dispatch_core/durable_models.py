@@ -179,6 +179,9 @@ class ClaimedChunk:
     rows_total: int
     rows_done: int
     rows_failed: int
+    malformed: str | None = None
+    """Why what it was submitted with cannot be read, which is None then: written by another program, it is JSON for
+    PostgreSQL and not for us. Fail it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,19 @@ __all__ = ["chunk_of", "claimed_of", "event_of", "job_of", "json_of", "row_error
 
 _TYPES: Final = {event.value: event for event in JobEventType}
 _SHARED: Final = ("tenant_id", "job_id", "kind", "idempotent", "max_attempts", "lease_expires_at")
+_UNREADABLE: Final = (ValueError, RecursionError)
+"""JSON that is too deep, or a number of more digits than Python reads: written by another program."""
 _COUNTS: Final = [(status, f"chunks_{status}") for status in ChunkStatus]
 
 
 def json_of(text: str | None) -> Any:
-    """Return the JSON value of a column, None where there is none."""
-    return None if text is None else codec.decode_payload(text)
+    """Return the JSON value of a column, None where there is none; one that cannot be read as its text."""
+    if text is None:
+        return None
+    try:
+        return codec.decode_payload(text)
+    except _UNREADABLE:
+        return text
 
 
 def status_or_none(value: str | None) -> JobStatus | None:
@@ -43,15 +50,27 @@ def claimed_of(rows: Sequence[Any], token: UUID, holder: str, deadline: Callable
     claimed = ClaimedChunks([], {})
     first: Any = None
     params: Any = None
+    unread: str | None = None
     for row in rows:
         if row["params"] is not None:
             # What the chunks of a job share may come with the first of them alone, and is read once.
-            params = codec.decode_payload(row["params"])
             first = tuple(map(row.__getitem__, _SHARED))
+            try:
+                params, unread = codec.decode_payload(row["params"]), None
+            except _UNREADABLE as error:
+                params, unread = None, f"the job's params cannot be read: {codec.sanitize(error, 500)}"
         elif row["outcome"] == "waiting":
             claimed.waiting[row["tenant_id"]] = row["wait"]
             continue
         tenant, job_id, kind, idempotent, max_attempts, expires_at = first
+        payload = checkpoint = None
+        malformed = unread
+        try:
+            payload = codec.decode_payload(row["payload"])
+            if row["checkpoint"] is not None:
+                checkpoint = codec.decode_payload(row["checkpoint"])
+        except _UNREADABLE as error:
+            malformed = f"its payload or checkpoint cannot be read: {codec.sanitize(error, 500)}"
         claimed.chunks.append(
             ClaimedChunk(
                 JobLease(tenant, job_id, row["seq"], token, row["lease_version"], holder, expires_at, until),
@@ -59,12 +78,13 @@ def claimed_of(rows: Sequence[Any], token: UUID, holder: str, deadline: Callable
                 params,
                 idempotent,
                 max_attempts,
-                codec.decode_payload(row["payload"]),
-                json_of(row["checkpoint"]),
+                payload,
+                checkpoint,
                 row["attempts"],
                 row["rows_total"],
                 row["rows_done"],
                 row["rows_failed"],
+                malformed,
             )
         )
     return claimed

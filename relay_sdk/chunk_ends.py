@@ -136,6 +136,12 @@ class ChunkEnds:
         )
         return None
 
+    def malformed(self, slot: ChunkSlot, why: str) -> ChunkEnd:
+        """Return the end of a chunk that cannot be read, and would not be in any other relay."""
+        self._metrics.handler_errors += 1
+        logger.error("%s failed: %s", _name(slot), why)
+        return Failed(f"S2R-PAYLOAD-INVALID: {why}", False, 0.0, [])
+
     def not_started(self, slot: ChunkSlot) -> ChunkEnd:
         """Return the end of a chunk whose handler has not begun."""
         return None if slot.stop is not None and slot.stop.is_final else Released()

@@ -106,6 +106,9 @@ class ChunkExecutor:
         if self._stopping or slot.stop is not None:
             self._end(slot, self._ends.not_started(slot))
             return
+        if slot.chunk.malformed is not None:
+            self._end(slot, self._ends.malformed(slot, slot.chunk.malformed))
+            return
         task = self._new_task(self._run(slot), context=self._context.copy())
         if not task.done():
             slot.task = task

@@ -432,3 +432,35 @@ async def test_a_row_error_that_cannot_be_stored_is_refused_where_it_is_said(
     async with running(relay):
         await work.end(job_id)
     assert (await work.chunk(job_id)).outcome == "refused"
+
+
+async def test_a_chunk_that_cannot_be_read_fails_and_takes_no_relay_down(
+    database: TestDatabase, gateway: Any, admin: Any
+) -> None:
+    work = Work(gateway)
+    relay = chunk_relay(database)
+    deep = "[" * 3000 + "]" * 3000
+    jobs = [await work.submit(2, kind="other") for _ in range(2)]
+    await admin.execute(
+        "update relay.durable_chunk set payload = $1::text::jsonb where job_id = $2 and seq = 1", deep, jobs[0]
+    )
+    await admin.execute(
+        "update relay.durable_job set params = $1::text::jsonb where job_id = $2", "1" + "0" * 9000, jobs[1]
+    )
+    ran: list[tuple[Any, int]] = []
+
+    async def have_ended() -> list[str]:
+        rows = await admin.fetch("select status from relay.durable_job order by job_id")
+        found = [row["status"] for row in rows]
+        return [] if {"queued", "running"} & set(found) else found
+
+    @relay.chunk_handler("other")
+    async def handler(ctx: ChunkContext) -> None:
+        ran.append((ctx.job_id, ctx.seq))
+
+    async with running(relay):
+        assert await eventually(have_ended) == ["completed_with_errors", "failed"]
+    assert ran == [(jobs[0], 2)]
+    errors = await admin.fetch("select last_error from relay.durable_chunk where status = 'failed'")
+    assert len(errors) == 3
+    assert all(row["last_error"].startswith("S2R-PAYLOAD-INVALID: ") for row in errors)
