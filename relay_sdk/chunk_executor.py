@@ -25,6 +25,7 @@ from relay_sdk.chunk_context import ChunkContext, Desk
 from relay_sdk.chunk_ends import ChunkEnds
 from relay_sdk.chunk_registry import ChunkRegistry
 from relay_sdk.chunk_slots import ChunkEnd, ChunkSlot, ChunkSlots, StopReason
+from relay_sdk.chunk_stopping import ChunkStopped
 from relay_sdk.ends import leaves_of
 from relay_sdk.metrics import RelayMetrics
 from relay_sdk.outcomes import Outcome
@@ -154,7 +155,9 @@ class ChunkExecutor:
             # A child of a handler's own task group speaks for it as well.
             leaves = list(leaves_of(error))
             leaves_the_process = any(issubclass(type(leaf), (SystemExit, KeyboardInterrupt)) for leaf in leaves)
-            answer = leaves[0] if len(leaves) == 1 else error
+            # Of several that were told to stop each may say so.
+            is_one = len(leaves) == 1 or all(issubclass(type(leaf), ChunkStopped) for leaf in leaves)
+            answer = leaves[0] if leaves and is_one else error
         if leaves_the_process:
             self._stop_with(error)
             slot.was_cancelled = True
@@ -222,8 +225,8 @@ class ChunkExecutor:
     def cancel(self, slot: ChunkSlot) -> None:
         """Cancel a handler, once, as asyncio does it: so its own clean-up can wait for things."""
         slot.cancel_at = math.inf
-        if slot.state is ENDED or slot.was_cancelled or slot.task is None:
-            return
+        if slot.state is ENDED or slot.was_cancelled or slot.task is None or not slot.entered:
+            return  # one that has not begun finds out when it does
         slot.was_cancelled = True
         self._metrics.handlers_cancelled += 1
         slot.task.cancel()

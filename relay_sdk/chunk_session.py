@@ -129,6 +129,7 @@ class ChunkSession:
             None if error is None else str(error),
             len(self._slots),
             sum(slot.state is RUNNING for slot in self._slots),
+            max(self._slots.free, 0),
         )
 
     # --- the run ---

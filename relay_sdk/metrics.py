@@ -97,9 +97,12 @@ class Health:
     in_hand: int
     running: int
     free: int
+    """Jobs that it could claim besides; `in_hand` and `running` are of jobs too, of chunks are those below."""
     last_error: str | None
     chunks_in_hand: int = 0
     chunks_running: int = 0
+    chunks_free: int = 0
+    """Chunks that it could claim besides."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -126,4 +129,5 @@ def joint_health(parts: Sequence[Health]) -> Health:
         next((part.last_error for part in parts if part.last_error is not None), None),
         sum(part.chunks_in_hand for part in parts),
         sum(part.chunks_running for part in parts),
+        sum(part.chunks_free for part in parts),
     )

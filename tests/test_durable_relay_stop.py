@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import anyio
 import pytest
 
 from dispatch_core.durable_models import ChunkStatus, JobStatus
@@ -50,6 +51,34 @@ async def test_handlers_are_told_of_a_drain_at_once_and_may_end_at_a_safe_point(
 
 
 @pytest.mark.case("C30")
+async def test_tasks_of_a_handler_that_all_end_at_a_safe_point_are_one_that_does(
+    database: TestDatabase, gateway: Any
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1, idempotent=False)
+    relay = chunk_relay(database, durable=SELDOM)
+    began = asyncio.Event()
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        async def until_told() -> None:
+            await ctx.stopping.wait()
+            ctx.stopping.check()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(until_told)
+            group.start_soon(until_told)
+            began.set()
+
+    async with running(relay):
+        await began.wait()
+        health = relay.health()
+        assert (health.chunks_in_hand, health.chunks_running, health.chunks_free) == (1, 1, 15)
+        relay.stop()
+    chunk = await work.chunk(job_id)
+    assert (chunk.status, chunk.attempts, chunk.last_error) == (ChunkStatus.PENDING, 0, None)
+
+
 async def test_a_handler_that_outlasts_the_grace_is_cancelled_and_another_relay_goes_on_at_once(
     database: TestDatabase, gateway: Any
 ) -> None:
