@@ -221,7 +221,7 @@ class ChunkSession:
             settings=durable,
             patience=patience,
             row_errors_limit=settings.chunk_row_errors,
-            permits=anyio.Semaphore(max(database.max_size - _RUNNERS - connections.borrows_heartbeat, 1)),
+            permits=connections.permits(database.max_size - _RUNNERS - connections.borrows_heartbeat),
             lost=lambda slot: self._executor.lost(slot),
             moved=self._slot_moved,
             metrics=metrics,

@@ -74,6 +74,7 @@ class Connections:
         self.doorbell = Doorbell(*transports)
         self._stack = AsyncExitStack()
         self._users = 0
+        self._permits: anyio.Semaphore | None = None
 
     @property
     def listener_state(self) -> str:
@@ -122,6 +123,15 @@ class Connections:
                 channel = await RelayDispatchRepository(conn, tenant).channel("wake", relay_id)
         if self.listener is not None:
             await self.listener.subscribe(channel, callback)
+
+    def permits(self, most: int) -> anyio.Semaphore:
+        """Return what lets so many transactions of handlers, but one at least, have a connection of the pool at once.
+
+        It is one for all relays: those of one process share the pool.
+        """
+        if self._permits is None:
+            self._permits = anyio.Semaphore(max(most, 1))
+        return self._permits
 
     def enter(self) -> None:
         """Count a relay that works with these."""

@@ -72,6 +72,33 @@ async def test_leases_go_on_while_handlers_hold_all_connections_that_they_may(
     assert relay.metrics.chunks_lost == 0
 
 
+async def test_two_relays_of_a_process_leave_two_connections_of_their_pool_together(
+    database: TestDatabase, gateway: Any
+) -> None:
+    work = Work(gateway)
+    jobs = [await work.submit(3, kind=kind) for kind in ("one", "two")]
+    core = CoreSettings.load(dsn=database.worker_dsn, pool_max_size=4)
+    relays = [chunk_relay(database), chunk_relay(database)]
+    inside, most = 0, 0
+
+    async def handler(ctx: ChunkContext) -> None:
+        nonlocal inside, most
+        async with ctx.transaction():
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0.05)
+            await ctx.complete()
+            inside -= 1
+
+    for relay, kind in zip(relays, ("one", "two"), strict=True):
+        relay.core = core
+        relay.chunk_handler(kind)(handler)
+    async with running(*relays):
+        for job_id in jobs:
+            assert (await work.end(job_id)).status is JobStatus.COMPLETED
+    assert most == 2
+
+
 async def test_heartbeats_have_one_connection_of_their_own_that_ends_with_the_relay(
     database: TestDatabase, gateway: Any, admin: Any
 ) -> None:
