@@ -122,10 +122,12 @@ class ChunkExecutor:
         handler = slot.handler
         end: ChunkEnd
         try:
+            slot.started_at = time.monotonic()
+            if slot.started_at >= slot.lost_at:
+                self.lost(slot)  # this process stood still between the claim and now
             if slot.stop is not None:
                 end = self._ends.not_started(slot)
             else:
-                slot.started_at = time.monotonic()
                 slot.timeout_at = slot.started_at + handler.timeout
                 slot.state = RUNNING
                 slot.context = context = ChunkContext(slot, self._desk)

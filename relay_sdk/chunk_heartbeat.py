@@ -97,7 +97,7 @@ class ChunkHeartbeat:
 
     async def _run(self) -> None:
         backoff = Backoff(0.1, min(2.0, self._interval))
-        wait = self._tick
+        wait, busy_wait = self._tick, _BUSY_SECONDS
         while True:
             with anyio.move_on_after(wait):
                 await self._wakeup.wait()
@@ -106,6 +106,7 @@ class ChunkHeartbeat:
             asked, self._asked = self._asked, set()
             due = self._due(asked)
             failed: Exception | None = None
+            is_busy = False
             if not due:
                 if len(self._slots) and not self._line.is_open:
                     failed = await self._open()
@@ -119,18 +120,23 @@ class ChunkHeartbeat:
                     except DatabaseError as error:
                         failed = error
                         break
-                    if busy:
-                        self._asked |= busy
-                        wait = min(wait, _BUSY_SECONDS)
+                    is_busy = is_busy or bool(busy)
+                    self._asked |= busy
             if failed is not None:
                 if self.last_error is None:
                     logger.warning("leases of chunks of relay %s cannot be renewed: %s", self._relay_id, failed)
                 self._asked |= asked
                 wait = min(wait, backoff.next())
                 self.last_error = failed
-            elif due:
+            elif due or not len(self._slots):
                 backoff.reset()
                 self.last_error = None
+            if is_busy:
+                # Soon, and then ever later: it may be a long transaction of the handler's on a connection of its own.
+                wait = min(wait, busy_wait)
+                busy_wait = min(2 * busy_wait, self._tick)
+            else:
+                busy_wait = _BUSY_SECONDS
 
     def _due(self, asked: set[UUID]) -> list[ChunkSlot]:
         """Return the chunks to ask for: where one is due, all that were not renewed for half an interval."""

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 # As in `session`: together below the three seconds that a stop may last beyond its grace.
 _CANCEL_SECONDS: Final = 0.6
 _WRITE_SECONDS: Final = 0.6
+_CUT_SECONDS: Final = 0.2
 _GIVE_BACK_SECONDS: Final = 0.6
 
 _RUNNERS: Final = 2
@@ -405,12 +406,19 @@ class ChunkSession:
             # A piece died, and the handlers have not been told before.
             with anyio.move_on_after(_CANCEL_SECONDS):
                 await self._executor.until_idle()
+        has_cut = False
         for slot in slots:
             # A handler that refuses to end is left behind; what it may write from now on is refused.
-            if slot.state is RUNNING and slot.may_be_lost and slot.chunk.idempotent:
-                slot.end = Released()
+            if slot.state is RUNNING:
+                if slot.may_be_lost and slot.chunk.idempotent:
+                    slot.end = Released()
                 if slot.context is not None and slot.context.open_transaction is not None:
                     slot.context.open_transaction.cut()
+                    has_cut = True
+        if has_cut:
+            # Most of them were held up by just that, and say now how they end.
+            with anyio.move_on_after(_CUT_SECONDS):
+                await self._executor.until_idle()
         left = [slot for slot in slots if slot.end is not None]
         if left or self._claimer.lost:
             with anyio.move_on_after(_GIVE_BACK_SECONDS) as timeout:

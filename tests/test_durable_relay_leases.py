@@ -11,7 +11,7 @@ import pytest
 
 from dispatch_core.durable_models import ChunkStatus, JobStatus
 from dispatch_core.durable_repository import DurableRepository
-from dispatch_core.errors import ConfigurationError, DatabaseBusyError, LeaseLostError
+from dispatch_core.errors import ConfigurationError, ConnectionLostError, DatabaseBusyError, LeaseLostError
 from dispatch_core.settings import CoreSettings
 from relay_sdk import ChunkContext, StopReason
 from tests.support.chunks import KIND, SELDOM, Work, chunk_relay
@@ -522,3 +522,81 @@ async def test_rows_that_a_heartbeat_told_are_counted_once_when_they_are_done_ag
         job = await work.end(job_id)
     assert died.is_set()
     assert job.rows_done == 10
+
+
+@pytest.mark.case("C17")
+async def test_a_chunk_whose_lease_was_over_before_its_handler_could_start_is_not_started(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(2)
+    relay = chunk_relay(database, durable={**BRIEF, "sweep_seconds": 0.2})
+    claim, stalls = DurableRepository.claim, 1
+    started: list[int] = []
+
+    async def stalled(*args: Any, **options: Any) -> Any:
+        nonlocal stalls
+        claimed = await claim(*args, **options)
+        if claimed.chunks and stalls:
+            stalls -= 1
+            time.sleep(0.8)  # noqa: ASYNC251  the process is stopped, say
+        return claimed
+
+    monkeypatch.setattr(DurableRepository, "claim", stalled)
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        started.append(ctx.attempt)
+
+    async with running(relay):
+        assert (await work.end(job_id)).status is JobStatus.COMPLETED
+    assert started == [2, 2]
+    assert relay.metrics.chunks_lost == 2
+
+
+async def test_a_relay_with_nothing_in_hand_is_not_degraded_because_of_its_last_heartbeat(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1)
+    relay = chunk_relay(database, durable={"heartbeat_seconds": 0.1, **SELDOM})
+    go = asyncio.Event()
+
+    async def fails(*args: Any, **options: Any) -> Any:
+        raise ConnectionLostError("no reply")
+
+    monkeypatch.setattr(DurableRepository, "heartbeat", fails)
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        await go.wait()
+
+    async with running(relay):
+        await eventually(lambda: relay.health().status == "degraded")
+        go.set()
+        await work.end(job_id)
+        await eventually(lambda: relay.health().status == "ok")
+
+
+async def test_a_chunk_that_somebody_has_locked_for_long_is_asked_for_ever_less_often(
+    database: TestDatabase, gateway: Any
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1)
+    relay = chunk_relay(database, durable={"lease_seconds": 60.0, "heartbeat_seconds": 20.0, **SELDOM})
+    own = await asyncpg.connect(database.worker_dsn)
+    beats: list[int] = []
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        async with own.transaction():
+            await ctx.save_checkpoint(1, conn=own)
+            relay._chunk_session._heartbeat.ask([job_id])  # type: ignore[union-attr]
+            await asyncio.sleep(1.6)
+            beats.append(relay.metrics.chunk_heartbeats)
+
+    async with running(relay):
+        assert (await work.end(job_id)).status is JobStatus.COMPLETED
+    await own.close()
+    # At once, and after 0.1, 0.3, 0.7, 1.5 s.
+    assert beats[0] in range(2, 7), beats

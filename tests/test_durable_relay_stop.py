@@ -167,12 +167,13 @@ async def test_a_claim_that_is_under_way_at_the_stop_is_given_back(
 
 
 @pytest.mark.case("C30")
+@pytest.mark.parametrize("idempotent", [True, False])
 @pytest.mark.parametrize("mode", ["black_hole", "reset"])
 async def test_a_stop_is_over_within_the_grace_and_three_seconds_though_the_database_is_away(
-    database: TestDatabase, gateway: Any, mode: Any
+    database: TestDatabase, gateway: Any, mode: Any, idempotent: bool
 ) -> None:
     work = Work(gateway)
-    job_id = await work.submit(4)
+    job_id = await work.submit(4, idempotent=idempotent)
     async with TcpProxy.before(database.worker_dsn) as proxy:
         relay = chunk_relay(proxy.dsn(database.worker_dsn), durable={"lease_seconds": 30})
         inside: list[int] = []
