@@ -319,12 +319,13 @@ class ChunkContext:
 
     async def _complete_by_itself(self, outcome: ChunkOutcome) -> None:
         slot, desk = self.slot, self.desk
-        end = Done(outcome, [] if self._row_errors is None else self._row_errors.items)
+        end = Done(outcome, [] if self._row_errors is None else list(self._row_errors.items))
         answers: list[ChunkSettled] = []
 
         async def say(conn: Any) -> None:
-            # From here on a refused heartbeat may mean that it is done.
-            slot.completing = True
+            # From here on a refused heartbeat may mean that it is done; and if this does not come to its answer, the
+            # runner says it again.
+            slot.said = end
             if end.row_errors:
                 answers.append(await complete_with_row_errors(conn, self.lease, end, desk.settings))
             else:
@@ -333,11 +334,11 @@ class ChunkContext:
         try:
             await self._until_answered(say)
         except LeaseLostError:
-            raise  # whether it is done is asked for when the handler has ended
-        except RelayDispatchError:
-            slot.completing = False
             raise
-        slot.completing = False
+        except RelayDispatchError:
+            slot.said = None  # it was refused
+            raise
+        slot.said = None
         if answers[0].outcome is WriteOutcome.STALE:
             desk.lost(slot)
             raise LeaseLostError(job_id=self.job_id, seq=self.seq)

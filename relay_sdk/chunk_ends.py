@@ -39,10 +39,10 @@ class ChunkEnds:
         """Return the end for what the handler returned, or raised of the outcomes."""
         if slot.settled_last is not None:
             return Settled(slot.settled_last)
+        if slot.said is not None:
+            return slot.said
         if slot.completing:
-            # It was completed in a transaction of the handler's own. If that is committed, this is refused; if it is
-            # not, the chunk is another's, and nothing of it is there twice.
-            return Released()
+            return self._completed_unseen(slot)
         if slot.stop is not None and slot.stop.is_final:
             return None
         context = slot.context
@@ -64,6 +64,18 @@ class ChunkEnds:
         except Exception as error:  # noqa: BLE001  encoding runs the handler's own classes
             return self._not_a_result(slot, codec.sanitize(error, 2000))
         return Done(outcome, context.take_row_errors())
+
+    @staticmethod
+    def _completed_unseen(slot: ChunkSlot) -> ChunkEnd:
+        """Return the end of a chunk that was completed in a transaction whose commit was not seen.
+
+        If that is committed, this is refused. If it is not, nothing of it is there twice when the chunk is another's;
+        but of one that may not run twice the handler has done more than what is in that transaction.
+        """
+        if slot.chunk.idempotent:
+            return Released()
+        text = "S2R-HANDLER-ERROR: the transaction in which the handler completed the chunk was not committed"
+        return Failed(text, False, 0.0, [])
 
     def _outcome(self, slot: ChunkSlot, outcome: Outcome) -> ChunkEnd:
         assert slot.context is not None
@@ -106,6 +118,8 @@ class ChunkEnds:
             if not isinstance(error, (asyncio.CancelledError, LeaseLostError)):
                 logger.warning("%s is done, and then its handler raised: %s", _name(slot), describe(error))
             return Settled(slot.settled_last)
+        if slot.said is not None:
+            return slot.said
         if slot.stop is not None and slot.stop.is_final and not slot.completing:
             return None
         if slot.timed_out:
@@ -122,13 +136,17 @@ class ChunkEnds:
         """Return the end for an error of a handler that itself failed when it was looked at."""
         if slot.settled_last is not None:
             return Settled(slot.settled_last)
+        if slot.said is not None:
+            return slot.said
         if slot.stop is not None and slot.stop.is_final:
             return None
         return self._error(slot, "S2R-HANDLER-ERROR", "the handler raised an error that cannot be looked at", None)
 
     def interrupted(self, slot: ChunkSlot) -> ChunkEnd:
         """Return the end of a chunk whose handler this relay has cancelled."""
-        if slot.chunk.idempotent or slot.completing:
+        if slot.completing:
+            return self._completed_unseen(slot)
+        if slot.chunk.idempotent:
             return Released()
         logger.error(
             "%s may not run twice, and its handler was cancelled: it is left to its lease, and then to a person",

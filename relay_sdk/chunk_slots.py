@@ -97,6 +97,7 @@ class ChunkSlot:
         "rows_done",
         "rows_failed",
         "rows_told",
+        "said",
         "settled_last",
         "started_at",
         "state",
@@ -131,6 +132,8 @@ class ChunkSlot:
         """Whether this relay has cancelled the handler."""
         self.completing = False
         """Whether the handler has completed the chunk in a transaction whose commit was not seen yet."""
+        self.said: Done | None = None
+        """What a completion by itself says that is under way: however the handler ends now, the chunk ends so."""
         self.settled_last: bool | None = None
         """Of a chunk that the handler has completed in a transaction that is committed: whether it was the last."""
         self.unsure = False
@@ -151,7 +154,7 @@ class ChunkSlot:
     @property
     def may_be_lost(self) -> bool:
         """Whether the chunk is under its lease still: not completed, perhaps, by the handler itself."""
-        return self.state is RUNNING and not self.completing and self.settled_last is None
+        return self.state is RUNNING and not self.completing and self.said is None and self.settled_last is None
 
     def renewed(self, sent_at: float, lease_seconds: float) -> None:
         """Note that a statement that was sent then has renewed the lease."""

@@ -243,6 +243,60 @@ async def test_a_completion_by_itself_is_sent_until_it_is_answered_and_counts_on
     assert (relay.metrics.chunks_lost, relay.metrics.handler_errors) == (0, 0)
 
 
+async def test_a_completion_by_itself_that_is_interrupted_is_said_again_and_the_chunk_not_run_twice(
+    database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1, idempotent=False)
+    relay = chunk_relay(database, durable={"lease_seconds": 60, **SELDOM})
+    complete, under_way = DurableRepository.complete_many, anyio.Event()
+
+    async def slow(*args: Any) -> Any:
+        if not under_way.is_set():
+            under_way.set()
+            await anyio.sleep(60)
+        return await complete(*args)
+
+    monkeypatch.setattr(DurableRepository, "complete_many", slow)
+    starts: list[int] = []
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        starts.append(ctx.attempt)
+        await ctx.complete("mine")
+
+    async with running(relay, grace_seconds=0.1):
+        await under_way.wait()
+    chunk = await work.chunk(job_id)
+    assert (chunk.status, chunk.outcome, starts) == (ChunkStatus.DONE, "mine", [1])
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_one_that_may_not_run_twice_does_not_where_its_completion_was_not_committed(
+    database: TestDatabase, gateway: Any, committed: bool
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1, idempotent=False)
+    relay = chunk_relay(database, durable={"lease_seconds": 60, **SELDOM})
+    own = await asyncpg.connect(database.worker_dsn)
+    starts: list[int] = []
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        starts.append(ctx.attempt)
+        transaction = own.transaction()
+        await transaction.start()
+        await ctx.complete("mine", conn=own)
+        await (transaction.commit() if committed else transaction.rollback())
+
+    async with running(relay):
+        job = await work.end(job_id)
+        await eventually(lambda: relay.metrics.chunks_done + relay.metrics.chunks_failed == 1)
+    await own.close()
+    assert (job.status, starts) == (JobStatus.COMPLETED if committed else JobStatus.FAILED, [1])
+    assert relay.metrics.chunks_lost == 0
+
+
 @pytest.mark.parametrize("raises", [True, False])
 async def test_a_handler_that_ends_after_a_completion_whose_commit_nobody_answered_is_counted_as_done_where_it_is(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch, raises: bool
