@@ -20,7 +20,9 @@ _MAX_CODE_BYTES: Final = 200
 
 
 class RowErrors:
-    """Those of one chunk. Ones that were sent in a transaction stay until that is over: it may be rolled back."""
+    """Those of one chunk. Ones from before a transaction that were sent in it stay until it is over: it may be rolled
+    back. Ones that were told in it are forgotten when they are sent: a rollback takes them back anyway.
+    """
 
     __slots__ = ("_bytes", "_limit", "_max_data_bytes", "items", "sent")
 
@@ -56,8 +58,10 @@ class RowErrors:
         """Those that are in no transaction."""
         return self.items[self.sent :] if self.sent else self.items
 
-    def were_sent(self) -> None:
-        """Note that all of them are in the open transaction."""
+    def were_sent(self, mark: tuple[int, int]) -> None:
+        """Note that all of them are in the open transaction, which began at `mark`."""
+        del self.items[mark[0] :]
+        self._bytes = mark[1]
         self.sent = len(self.items)
 
     def committed(self) -> None:

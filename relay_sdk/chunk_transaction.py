@@ -176,7 +176,7 @@ class ChunkTransaction:
             await context.under(
                 tell_row_errors(self._repository, context.slot.lease, errors.unsent, context.desk.settings)
             )
-            errors.were_sent()
+            errors.were_sent(self._before[0])
 
     # --- its end ---
 

@@ -449,3 +449,33 @@ async def test_a_handler_that_is_cancelled_while_its_session_is_put_in_order_cos
         assert (await work.end(job_id)).status is JobStatus.COMPLETED
     assert await rows() == [0, 1, 2]
     assert (await work.chunk(job_id)).checkpoint == 2
+
+
+async def test_row_errors_that_a_transaction_has_stored_are_not_kept_in_memory_until_its_end(
+    database: TestDatabase, gateway: Any
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1)
+    relay = chunk_relay(database, chunk_row_errors=10)
+    kept: list[int] = []
+
+    @relay.chunk_handler(KIND)
+    async def handler(ctx: ChunkContext) -> None:
+        ctx.row_error(0, "before")
+        for is_last in (False, True):
+            try:
+                async with ctx.transaction():
+                    for part in range(5):
+                        for row in range(8):
+                            ctx.row_error(1 + 8 * part + row, "bad")
+                        await ctx.save_checkpoint(part)
+                        kept.append(len(ctx.row_errors.items))
+                    if not is_last:
+                        raise KeyError
+            except KeyError:
+                kept.append(len(ctx.row_errors.items))
+
+    async with running(relay):
+        job = await work.end(job_id)
+    assert (job.rows_failed, len(await work.row_errors(job_id))) == (41, 41)
+    assert set(kept) == {1}
