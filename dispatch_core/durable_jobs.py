@@ -28,6 +28,8 @@ from dispatch_core.ids import new_id
 __all__ = ["JobMethods"]
 
 _PAGE: Final = 1000
+_CHUNK_PAGE: Final = 100
+"""Payloads may have a megabyte each, and a page is one statement."""
 
 
 class JobMethods(StoreBase):
@@ -85,6 +87,8 @@ class JobMethods(StoreBase):
             raise InvalidInputError(f"chunks must be a list of payloads, not {type(chunks).__name__}")
         # All are checked before any is sent.
         texts = check.chunks_json(chunks, self._settings.max_payload_bytes)
+        if from_seq is not None:
+            check.number("from_seq", from_seq, 1, check.MAX_BIGINT - len(texts))
         batches = list(in_batches(texts, self._settings.insert_batch, self._settings.insert_batch_bytes))
         stored = 0
         async with self._together(conn, len(batches)) as verbs:
@@ -109,9 +113,9 @@ class JobMethods(StoreBase):
         found: list[DurableChunk] = []
         while True:
             after = found[-1].seq if found else 0
-            page = await self._repository.chunks(self._tenant, job_id, after=after, limit=_PAGE, status=status)
+            page = await self._repository.chunks(self._tenant, job_id, after=after, limit=_CHUNK_PAGE, status=status)
             found.extend(page)
-            if len(page) < _PAGE:
+            if len(page) < _CHUNK_PAGE:
                 return found
 
     async def query(

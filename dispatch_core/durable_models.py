@@ -260,6 +260,11 @@ class JobProgress:
     last_error: str | None
 
     @property
+    def is_terminal(self) -> bool:
+        """Whether it has ended."""
+        return self.status.is_terminal
+
+    @property
     def fraction(self) -> float | None:
         """How much of it is over, 0 to 1: by rows where their number is known, else by chunks; None: no chunks."""
         if self.status is JobStatus.COMPLETED:
@@ -296,6 +301,11 @@ class DurableJob:
     started_at: datetime | None
     ended_at: datetime | None
     updated_at: datetime
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether it has ended."""
+        return self.status.is_terminal
 
     @property
     def progress(self) -> JobProgress:

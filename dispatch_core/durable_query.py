@@ -9,11 +9,13 @@ from __future__ import annotations
 import json as standard_json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from enum import StrEnum
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
 from dispatch_core import codec
 from dispatch_core import durable_input as check
+from dispatch_core.durable_models import ChunkStatus, JobStatus
 from dispatch_core.errors import InvalidInputError
 
 __all__ = ["OPERATORS", "QUERY_COLUMNS", "QUERY_TABLES", "Filter", "cursor_text", "filter_json", "shown", "table_name"]
@@ -54,6 +56,12 @@ QUERY_COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
 QUERY_TABLES: Final = tuple(QUERY_COLUMNS)
 OPERATORS: Final = ("=", "<>", "<", "<=", ">", ">=", "in", "is_null", "not_null")
 
+_WORDS: Final[Mapping[tuple[str, str], type[StrEnum]]] = {
+    ("job", "status"): JobStatus,
+    ("chunk", "status"): ChunkStatus,
+}
+"""Columns of few words: another one would find nothing, and not say why."""
+
 _ALSO_SHOWN: Final = {
     "job": ("params",),
     "chunk": ("payload", "checkpoint", "outcome"),
@@ -93,12 +101,13 @@ def filter_json(table: str, wanted: Filter | None) -> str:
                 f" not {codec.sanitize(repr(operator), 60)}"
             )
         condition = {"column": column, "op": operator}
+        words, where = _WORDS.get((table, column)), f"filter[{column}]"
         if operator == "in":
             if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
                 raise InvalidInputError(f"filter[{column}]: 'in' takes a list, not {type(value).__name__}")
-            condition["value"] = [_VALUES[kind](f"filter[{column}]", item) for item in value]
+            condition["value"] = [_value(kind, words, where, item) for item in value]
         elif operator not in ("is_null", "not_null"):
-            condition["value"] = _VALUES[kind](f"filter[{column}]", value)
+            condition["value"] = _value(kind, words, where, value)
         conditions.append(condition)
     return standard_json.dumps(conditions)
 
@@ -124,6 +133,11 @@ def _conditions(wanted: Filter | None) -> Iterable[tuple[str, Any, Any]]:
         if not value and operator not in ("is_null", "not_null"):
             raise InvalidInputError(f"filter[{n}] must be (column, operator, value)")
         yield column, operator, value[0] if value else None
+
+
+def _value(kind: str, words: type[StrEnum] | None, where: str, value: object) -> Any:
+    found = _VALUES[kind](where, value)
+    return found if words is None else check.one_of(where, found, words).value
 
 
 def _text(where: str, value: object) -> str:

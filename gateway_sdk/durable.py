@@ -20,6 +20,7 @@ from uuid import UUID
 import anyio
 
 from dispatch_core import codec
+from dispatch_core import durable_input as check
 from dispatch_core.database import Connection, Database
 from dispatch_core.durable_models import (
     ChunkSpec,
@@ -73,6 +74,9 @@ _LOOK_SECONDS: Final = 1.0
 """How long a wait with a timeout of 0 waits for the database."""
 
 _PAGE: Final = 1000
+
+_CHUNK_PAGE: Final = 100
+"""A payload may have a megabyte, and a page is one statement, in memory as a whole."""
 
 _Jobs: TypeAlias = list[DurableJob]  # `list` is a verb below
 
@@ -216,7 +220,10 @@ class DurableJobs:
     async def cancel(
         self, job_id: UUID | str, *, actor: str | None = None, note: str | None = None, channel: str = _CHANNEL
     ) -> Controlled:
-        """End a job, and its chunks that have not ended: who holds one has lost it. See `pause`."""
+        """End a job, and its chunks that have not ended: who holds one has lost it. See `pause`.
+
+        What a handler's open transaction has said before is committed with it: `running` counts such chunks.
+        """
         return await self._control(job_id, "cancel", actor, note, channel)
 
     async def retry_failed(
@@ -290,7 +297,7 @@ class DurableJobs:
         return found[0] if found else None
 
     async def chunk_page(
-        self, job_id: UUID | str, *, after: int = 0, limit: int = _PAGE, status: ChunkStatus | str | None = None
+        self, job_id: UUID | str, *, after: int = 0, limit: int = _CHUNK_PAGE, status: ChunkStatus | str | None = None
     ) -> Sequence[DurableChunk]:
         """Return chunks in their order, behind the number `after`, in one status where given."""
         wanted = _job_id(job_id)
@@ -308,7 +315,7 @@ class DurableJobs:
         while page := await self.chunk_page(job_id, after=after, status=status):
             for chunk in page:
                 yield chunk
-            if len(page) < _PAGE:
+            if len(page) < _CHUNK_PAGE:
                 return
             after = page[-1].seq
 
@@ -374,7 +381,8 @@ class DurableJobs:
 
         It reads on until it has `limit` that are as asked for: in one of these statuses, of that kind, created by that.
         """
-        given = {"status": status, "kind": kind, "created_by": created_by}
+        wanted_status = None if status is None else check.some_of("status", status, JobStatus)
+        given = {"status": wanted_status, "kind": kind, "created_by": created_by}
         wanted = {column: value for column, value in given.items() if value is not None}
         behind = None if after is None else f'["{_job_id(after)}"]'
 

@@ -85,7 +85,7 @@ class NewJob:
 class _Batches:
     """Chunks as they are stored, some at a time: bounded by number, by bytes, and by the time that they have taken."""
 
-    __slots__ = ("_limit", "_limit_bytes", "_max_payload", "_next", "_open", "_source", "count", "is_over")
+    __slots__ = ("_limit", "_limit_bytes", "_max_payload", "_open", "_source", "count", "has_failed", "is_over")
 
     def __init__(self, chunks: Chunks, settings: DurableJobsSettings) -> None:
         if isinstance(chunks, AsyncIterable):
@@ -102,6 +102,8 @@ class _Batches:
         """How many chunks there were so far."""
         self.is_over = False
         """There are no more."""
+        self.has_failed = False
+        """The source has raised, or given what is refused, or was cancelled."""
 
     async def next(self) -> list[bytes]:
         """Return one batch more; empty where there were no more. Raises: what the source raises, InvalidInputError."""
@@ -111,7 +113,11 @@ class _Batches:
         while len(batch) < self._limit:
             text = self._open
             if text is None:
-                text = await self._take()
+                try:
+                    text = await self._take()
+                except BaseException:
+                    self.has_failed = True
+                    raise
                 if text is None:
                     self.is_over = True
                     break
@@ -249,7 +255,8 @@ class _Submission:
                 batch = [] if batches.is_over else await batches.next()
             await self._seal(stored)
         except RelayDispatchError as error:
-            if not error.retryable:
+            # Where the database was away for too long the same submission can go on; what its source raises ends it.
+            if batches.has_failed or not error.retryable:
                 await self._abandon()
             raise
         except BaseException:

@@ -173,12 +173,36 @@ async def test_what_is_not_there_is_exit_code_three() -> None:
 # --- control ----------------------------------------------------------------------------------------------------------
 
 
+async def test_a_cancellation_does_not_say_that_a_transaction_cannot_commit_which_does(
+    gateway: Connection, worker: Connection, admin: Connection
+) -> None:
+    """What a handler has said before is fenced: it commits, though the job is cancelled meanwhile."""
+    await admin.execute(
+        "alter function relay.durable_sweep_chunks(text, uuid, text[], text, text, bigint[], text, bigint, bigint)"
+        " set lock_timeout = '10ms'"
+    )
+    job_id = await sql.submit(gateway, 2)
+    (lease,) = await sql.claim(worker)
+    async with worker.transaction():
+        await sql.complete(worker, lease)
+        done = await durable("cancel", job_id, "--yes")
+        assert (done.code, done.out) == (0, "")
+        assert done.err == (
+            f"{job_id}: cancelled, and 1 chunk with it; 1 chunk in a handler's transaction: from now on it can say"
+            " nothing more\n"
+        )
+    assert await sql.states(gateway, job_id) == ["done", "cancelled"]
+    job = await sql.job(gateway, job_id, fresh=False)
+    assert job is not None
+    assert (job["chunks_done"], job["chunks_running"]) == (1, 0)
+
+
 async def test_pause_and_resume_say_what_they_really_did(gateway: Connection, worker: Connection) -> None:
     job_id = await sql.submit(gateway, 3)
     await sql.claim(worker, 2)
     first = await durable("pause", job_id, "--note", "disk full")
     assert (first.code, first.out) == (0, "")
-    assert first.err == f"{job_id}: paused; 2 chunks under way, being given back\n"
+    assert first.err == f"{job_id}: paused; 2 chunks under way, to be given back or done\n"
     again = await durable("pause", job_id, "--json")
     assert again.code == 0
     assert again.document == [

@@ -204,6 +204,22 @@ async def test_an_iterator_that_raises_leaves_nothing_to_see(
         assert await hidden(admin) == ([] if at < 3 else ["removing"])
 
 
+async def test_a_retryable_error_that_is_the_iterators_own_abandons_the_job_as_any_other(
+    database: TestDatabase, seen: Seen, admin: Connection
+) -> None:
+    """Chunks may be made of what another database tells, which may be away."""
+
+    def broken() -> Iterator[int]:
+        yield from range(8)
+        raise DatabaseUnavailableError("the other database")
+
+    async with open_client(database.gateway_dsn, durable=SMALL) as client:
+        with pytest.raises(DatabaseUnavailableError, match="the other"):
+            await client.tenant(TENANT).durable.submit("import", broken())
+    assert await seen.nothing()
+    assert await hidden(admin) == ["removing"]
+
+
 @pytest.mark.parametrize(("bad", "error"), [(float("nan"), InvalidPayloadError), ("x" * 3000, InvalidPayloadError)])
 async def test_a_chunk_that_is_refused_is_named_and_leaves_nothing_to_see(
     database: TestDatabase, seen: Seen, bad: Any, error: type[Exception]

@@ -13,6 +13,7 @@ import pytest
 
 from dispatch_core.database import Database
 from dispatch_core.durable_models import ChunkStatus, Controlled, JobStatus
+from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import (
     ConnectionLostError,
     DatabaseBusyError,
@@ -189,6 +190,9 @@ async def test_a_cancellation_at_every_point_says_what_it_did_and_nothing_runs_o
         assert await durable.states(worker, completing) == ["done"]
 
         ended = await put(jobs, worker, "completed")
+        over = await jobs.status(ended)
+        assert over is not None
+        assert over.is_terminal
         assert (await jobs.cancel(ended)).outcome == "too_late"
 
         await durable.run_out(admin)
@@ -337,6 +341,8 @@ async def test_a_status_tells_how_far_the_job_is_now_or_as_it_was_last_counted(
         progress = job.progress
         assert (progress.status, progress.chunks_total, progress.rows_total) == (JobStatus.RUNNING, 4, 400)
         assert (progress.rows_done, progress.rows_failed, progress.fraction) == (140, 10, 150 / 400)
+        # As a dispatch job's result says it.
+        assert (job.is_terminal, progress.is_terminal) == (False, False)
         assert {s: n for s, n in progress.chunks.items() if n} == {"done": 1, "running": 1, "pending": 2}
         counted = await jobs.status(str(job_id), fresh=False)
         assert counted is not None
@@ -361,7 +367,31 @@ async def test_jobs_come_a_page_at_a_time_the_newest_first(database: TestDatabas
         assert len(await jobs.list(status=["cancelled", JobStatus.QUEUED])) == 6
         with pytest.raises(InvalidInputError):
             await jobs.list(limit=0)
+        for wrong in ("complete", ["queued", "done"], []):
+            # Nothing would be found, and nobody would know why.
+            with pytest.raises(InvalidInputError, match="status"):
+                await jobs.list(status=wrong)
         assert await client.tenant("globex").durable.list() == []
+
+
+async def test_chunks_of_a_megabyte_are_read_some_at_a_time(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+    chunks = DurableRepository.chunks
+
+    async def noting(self: Any, *args: Any, limit: int, **given: Any) -> Any:
+        limits.append(limit)
+        return await chunks(self, *args, limit=limit, **given)
+
+    monkeypatch.setattr(DurableRepository, "chunks", noting)
+    async with open_client(database.gateway_dsn) as client:
+        jobs = client.tenant(TENANT).durable
+        job_id = await jobs.submit("import", range(250))
+        assert len([chunk async for chunk in jobs.chunks(job_id)]) == 250
+        await jobs.chunk_page(job_id)
+    # At most 100 MiB at once, in one statement.
+    assert limits == [100] * 4
 
 
 async def test_row_errors_and_chunks_come_a_page_at_a_time_or_one_after_the_other(

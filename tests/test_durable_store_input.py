@@ -82,6 +82,7 @@ WRONG: list[tuple[str, type[InvalidInputError], Call]] = [
     (r"the payload of chunks\[0\]", InvalidPayloadError, lambda s: s.insert_chunks(JOB, [ChunkSpec(NAN)])),
     (r"rows of chunks\[1\] must be from 0", InvalidInputError, lambda s: s.insert_chunks(JOB, [1, ChunkSpec(3, -1)])),
     ("from_seq must be from 1", InvalidInputError, lambda s: s.insert_chunks(JOB, [1], from_seq=0)),
+    ("from_seq must be from 1", InvalidInputError, lambda s: s.insert_chunks(JOB, range(9), from_seq=2**63 - 7)),
     ("job_id must be a UUID", InvalidInputError, lambda s: s.get_job("x")),
     ("fresh must be true or false", InvalidInputError, lambda s: s.get_job(JOB, fresh=None)),
     ("seq must be an int", InvalidInputError, lambda s: s.get_chunk(JOB, "1")),

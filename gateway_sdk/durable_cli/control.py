@@ -100,8 +100,9 @@ def cancel(
     """End jobs for good: what has not ended of them never will, and what is done stays done.
 
     It asks first; without a terminal it needs --yes. Chunks under way lose their
-    lease: what their handlers have not committed by then is refused. A job that
-    waits for a person is not cancelled: durable resolve comes first.
+    lease: checkpoints and completions are refused from then on. What a handler's
+    open transaction had said before is committed with it. A job that waits for a
+    person is not cancelled: durable resolve comes first.
 
     Exit code 0 where all are cancelled now, 1 where the answer was no or one
     was not to be cancelled, 3 where there is no such job.
@@ -211,7 +212,7 @@ def _paused(done: Controlled) -> str:
         return _otherwise(done)
     if done.status is not JobStatus.PAUSED:  # its last chunk had ended, and nobody had told
         return f"it was at its end, and is {done.status}"
-    way = f"; {amount(done.running, 'chunk')} under way, being given back" if done.running else ""
+    way = f"; {amount(done.running, 'chunk')} under way, to be given back or done" if done.running else ""
     return f"{'paused' if done.outcome == 'applied' else 'was paused already'}{way}"
 
 
@@ -226,9 +227,9 @@ def _cancelled(done: Controlled) -> str:
         return "was cancelled already"
     if done.outcome != "applied":
         return _otherwise(done)
-    # Its holder has it locked in a transaction, which will be refused.
+    # Its holder has it locked. What he has said in that transaction commits with it; what he has yet to say is refused.
     way = (
-        f"; {amount(done.running, 'chunk')} in a handler's transaction, which cannot commit any more"
+        f"; {amount(done.running, 'chunk')} in a handler's transaction: from now on it can say nothing more"
         if done.running
         else ""
     )
