@@ -3,7 +3,7 @@
 A job that somebody waits for is due when its id was pushed, when a tick has come, and when its tenant's channel begins
 to be listened to. One task per tenant reads what is due: the jobs' rows in one statement, and in another one those
 whose progress is watched, with their counters of this moment, which reads all their chunks. So a row is read at once,
-and counters only every now and then.
+and counters only every now and then. Where that takes too long, what is watched is the row with the counters it has.
 
 **Order (C03).** A watcher is registered here before its job is read, and is given nothing that was asked for before.
 What is pushed during a read is read again.
@@ -22,7 +22,7 @@ from uuid import UUID
 
 import anyio
 
-from dispatch_core.durable_models import DurableJob
+from dispatch_core.durable_models import DurableJob, JobStatus
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError, UnknownJobError, WaitTimeoutError
 from dispatch_core.listener import Listener, ListenerState
@@ -58,7 +58,7 @@ _SILENCE_SECONDS: Final = 1.0
 class Watcher:
     """One who waits for news of one job. Close it, whatever has come of it."""
 
-    __slots__ = ("_bell", "_error", "_job", "_newest", "counts", "is_answered", "is_patient", "since")
+    __slots__ = ("_bell", "_error", "_job", "_newest", "counts", "is_answered", "is_patient", "since", "status")
 
     def __init__(self, job: _Job, counts: bool, is_patient: bool) -> None:
         self._job = job
@@ -70,6 +70,8 @@ class Watcher:
         self.is_patient = is_patient
         """It waits for its first news through an outage."""
         self.is_answered = False
+        self.status: JobStatus | None = None
+        """That of the newest news."""
         self.since = job.room.reads
 
     async def next(self) -> DurableJob:
@@ -108,6 +110,7 @@ class Watcher:
     def deliver(self, news: DurableJob) -> None:
         """Take news, unless it ended before."""
         self.is_answered = True
+        self.status = news.status
         if self._error is None:
             self._newest = news
             self._bell.set()
@@ -127,8 +130,8 @@ class _Job:
     """What is known of one job that somebody waits for. Times are of the monotonic clock."""
 
     __slots__ = (
-        "asked_at", "count_at", "count_due", "due", "error", "interval", "is_wanted", "job_id", "key", "room", "since",
-        "watchers",
+        "asked_at", "count_at", "count_due", "due", "error", "interval", "is_uncounted", "is_wanted", "job_id", "key",
+        "room", "since", "watchers",
     )  # fmt: skip
 
     def __init__(self, room: _Room, job_id: UUID) -> None:
@@ -147,6 +150,8 @@ class _Job:
         """When to count its chunks, if somebody wants that."""
         self.count_at = self.since
         """Not before."""
+        self.is_uncounted = False
+        """There was no answer in time when they were to be counted: perhaps they are millions."""
         self.asked_at: float | None = None
         """Since when a read is on its way, if one is."""
         self.error: RelayDispatchError | None = None
@@ -168,6 +173,10 @@ class _Job:
     def counts(self) -> bool:
         """Somebody wants to know how far it is."""
         return any(watcher.counts for watcher in self.watchers)
+
+    def is_news_to(self, watcher: Watcher, news: DurableJob) -> bool:
+        """Tell whether a watcher of progress is to be given the row, since that is all there is."""
+        return self.is_uncounted and (not watcher.is_answered or watcher.status is not news.status)
 
     def left(self, watcher: Watcher) -> None:
         """Forget a watcher, and the job with the last one."""
@@ -333,7 +342,10 @@ class JobWatches:
             found = {job.job_id: job for job in await self._calls.poll(run)}
         except RelayDispatchError as error:
             for job in jobs:
-                self._failed(job, error, number)
+                if counted and error.retryable:
+                    self._uncounted(job, time.monotonic() - began)
+                else:
+                    self._failed(job, error, number)
             return
         finally:
             for job in jobs:
@@ -342,14 +354,20 @@ class JobWatches:
         for job in jobs:
             job.error = None
             if counted:
+                job.is_uncounted = False
                 job.count_at = now + max(_COUNT_SECONDS, (now - began) * _COUNT_SHARE)
             news = found.get(job.job_id)
             for watcher in [watcher for watcher in job.watchers if watcher.since < number]:
                 if news is None:
                     watcher.fail(UnknownJobError(f"no durable job {job.job_id} for this tenant", job_id=job.job_id))
-                elif counted or not watcher.counts or news.status.is_terminal:
+                elif counted or not watcher.counts or news.status.is_terminal or job.is_news_to(watcher, news):
                     # To who watches progress, counters of an earlier count would be a step back.
                     watcher.deliver(news)
+
+    def _uncounted(self, job: _Job, took: float) -> None:
+        # Its row tells whether the database is away, and where the job stands.
+        job.is_uncounted = job.is_wanted = True
+        job.count_at = time.monotonic() + max(_COUNT_SECONDS, took * _COUNT_SHARE)
 
     def _failed(self, job: _Job, error: RelayDispatchError, number: int) -> None:
         job.error = error

@@ -368,6 +368,41 @@ async def test_chunks_are_counted_every_now_and_then_and_the_end_is_seen_at_once
         assert watching.done == 60
 
 
+async def test_a_job_of_which_the_chunks_cannot_be_counted_in_time_is_watched_by_its_row(
+    database: TestDatabase, worker: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of very many, that may take longer than a statement of a gateway may: then it is no outage."""
+    jobs_of = DurableRepository.jobs
+    counts: list[int] = []
+
+    async def slow(self: Any, tenant: str, job_ids: list[UUID], *, fresh: bool = False) -> Any:
+        if fresh:
+            counts.append(len(job_ids))
+            await anyio.sleep_forever()
+        return await jobs_of(self, tenant, job_ids)
+
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER, poll_timeout_seconds=0.3) as client:
+        jobs = client.tenant(TENANT).durable
+        job_id = await jobs.submit("import", range(3))
+        monkeypatch.setattr(DurableRepository, "jobs", slow)
+        began = anyio.current_time()
+        watching = Watching(jobs, job_id)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(watching.run)
+                await listening(client)
+                await eventually(lambda: watching.seen)
+                assert watching.seen[0].chunks["pending"] == 3  # type: ignore[index]
+                await jobs.pause(job_id)
+                await eventually(lambda: watching.seen[-1].status is JobStatus.PAUSED)
+                await jobs.resume(job_id)
+                await work(worker)
+        assert watching.seen[-1].status is JobStatus.COMPLETED
+        assert watching.done == 3
+        # It is tried again, for a tenth of the time.
+        assert (len(counts) - 1) * 0.3 <= (anyio.current_time() - began) / 9
+
+
 @pytest.mark.parametrize("leave", ["break", "aclose", "scope"])
 async def test_who_has_left_is_waited_for_by_nobody(database: TestDatabase, leave: str) -> None:
     async with open_client(database.gateway_dsn) as client:
