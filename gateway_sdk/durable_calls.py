@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import Final, TypeAlias, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, Final, TypeAlias, TypeVar, cast
 from uuid import UUID
 
 import anyio
@@ -54,6 +54,17 @@ _CUT_SECONDS: Final = 2.0
 """For calls that were cut off to be over: their connections are put away, shielded."""
 
 
+class _CheckedError(Exception):
+    """The arguments of a verb are good."""
+
+
+class _NoConnection:
+    """Where a verb ends that has checked its arguments, and would send them now."""
+
+    async def fetch(self, *_: object) -> list[Any]:
+        raise _CheckedError
+
+
 class Calls:
     """The statements of a client in the durable room."""
 
@@ -82,8 +93,9 @@ class Calls:
     # --- calls ----------------------------------------------------------------------------------------------------
 
     async def read(self, run: Run[Answer], job_id: UUID | None = None) -> Answer:
-        """Run what changes nothing. Raises: as `write`."""
+        """Run what changes nothing. Raises: as `write`; InvalidInputError, before a connection is asked for."""
         with self.under_way(job_id):
+            await self._check(run)
             return await self.repeat(run, self.settings.poll_timeout_seconds, job_id)
 
     async def write(self, run: Run[Answer], job_id: UUID) -> Answer:
@@ -96,9 +108,15 @@ class Calls:
             return await self.repeat(run, self.settings.write_timeout_seconds, job_id)
 
     async def decide(self, run: Run[Answer], job_id: UUID) -> Answer:
-        """Run what must not be done twice. Raises: as `write`; ConnectionLostError: whether it was done is unknown."""
+        """Run what must not be done twice. Raises: as `read`; ConnectionLostError: whether it was done is unknown."""
         with self.under_way(job_id):
+            await self._check(run)
             return await self.repeat(run, self.settings.write_timeout_seconds, job_id, after_loss=False)
+
+    async def _check(self, run: Run[Answer]) -> None:
+        # What is wrong with a call is said at once, whether or not there is a database, or a free connection.
+        with suppress(_CheckedError):
+            await run(DurableRepository(cast("Connection", _NoConnection()), self.durable))
 
     async def poll(self, run: Run[Answer]) -> Answer:
         """Run a read for those who wait: no more of them at once than half of the pool, and not for long."""

@@ -28,6 +28,7 @@ from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.gateway import open_client
 from tests.support.protocol import TENANT, Connection, logins
+from tests.support.proxy import TcpProxy
 
 DECISIONS = ("pause", "resume", "cancel", "retry_failed")
 
@@ -270,6 +271,31 @@ async def test_a_login_of_one_tenant_reads_and_changes_nothing_of_another(databa
                 await mine.submit("import", [1], job_id=theirs)
 
 
+async def test_what_is_wrong_with_a_call_is_said_before_the_database_is_asked(database: TestDatabase) -> None:
+    job_id = uuid4()
+    wrong: list[Callable[[DurableJobs], Awaitable[Any]]] = [
+        lambda jobs: jobs.pause("no id"),
+        lambda jobs: jobs.cancel(job_id, note="x" * 2001),
+        lambda jobs: jobs.resume(job_id, actor=5),  # type: ignore[arg-type]
+        lambda jobs: jobs.resolve(job_id, 1, "redo"),  # type: ignore[arg-type]
+        lambda jobs: jobs.resolve(job_id, "1", "done"),  # type: ignore[arg-type]
+        lambda jobs: jobs.chunk(job_id, 1.5),  # type: ignore[arg-type]
+        lambda jobs: jobs.chunk_page(job_id, status="complete"),
+        lambda jobs: jobs.row_error_page(job_id, limit=0),
+        lambda jobs: jobs.event_page(job_id, limit=-1),
+        lambda jobs: jobs.list(status="complete"),
+    ]
+    async with (
+        TcpProxy.before(database.gateway_dsn) as proxy,
+        open_client(proxy.dsn(database.gateway_dsn)) as client,
+    ):
+        proxy.mode = "black_hole"
+        for call in wrong:
+            with anyio.fail_after(5), pytest.raises(InvalidInputError):
+                await call(client.tenant(TENANT).durable)
+        proxy.mode = "reset"
+
+
 # --- a reply that is lost -------------------------------------------------------------------------------------------
 
 
@@ -391,7 +417,7 @@ async def test_chunks_of_a_megabyte_are_read_some_at_a_time(
         assert len([chunk async for chunk in jobs.chunks(job_id)]) == 250
         await jobs.chunk_page(job_id)
     # At most 100 MiB at once, in one statement.
-    assert limits == [100] * 4
+    assert set(limits) == {100}
 
 
 async def test_row_errors_and_chunks_come_a_page_at_a_time_or_one_after_the_other(

@@ -36,7 +36,7 @@ from gateway_sdk.durable_cli.common import (
 
 __all__ = ["resolve"]
 
-PAGE: Final = 1000
+PAGE: Final = 100
 
 
 class Decision(str, Enum):  # noqa: UP042  (as in common)
