@@ -96,6 +96,18 @@ async def test_rows_and_completion_of_the_page_are_one_transaction(database: Tes
         assert await admin.fetch("select part, total from totals order by 1") == [(1, 3), (2, 12)]
 
 
+async def test_the_store_of_the_page_works_off_a_job_without_a_relay(database: TestDatabase, admin: Connection) -> None:
+    await admin.execute("create table public.totals (part int, total int); grant all on totals to public")
+    async with GatewayClient(database.gateway_dsn) as client, connected(database.worker_dsn) as conn:
+        jobs = client.tenant("acme").durable
+        job_id = await jobs.submit("totals", [[1, 2], [3, 4, 5]])
+        await run("store", conn=conn, job_id=job_id)
+        job = await jobs.status(job_id)
+        assert job is not None
+        assert job.status == "completed"
+    assert await admin.fetch("select part, total from totals order by 1") == [(1, 3), (2, 12)]
+
+
 @pytest.mark.invariant("J4")
 async def test_letters_of_the_page_that_may_have_been_sent_wait_for_a_person(
     database: TestDatabase, admin: Connection
