@@ -13,7 +13,7 @@ import anyio.to_thread
 import asyncpg
 
 from dispatch_core.dev.postgres import Mode
-from tests.chaos.rig import DATABASE, Member, Rig
+from tests.chaos.rig import AWAY, DATABASE, Member, Rig
 from tests.chaos.schedule import Fault
 
 END_SESSIONS = """
@@ -67,7 +67,10 @@ class Faults:
             case "SIGTERM" | "SIGTERM in calm":
                 stop = await member.terminate()
                 if not stop.disturbed and member.name.startswith("relay"):
-                    stop.left = await self._held_by(stop.pid)
+                    try:
+                        stop.left = await self._held_by(stop.pid)
+                    except AWAY:
+                        stop.disturbed = True  # by what has begun meanwhile
                 await anyio.sleep(fault.seconds)
                 await member.start()
             case "SIGKILL":

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import json
 import logging
+import os
 import random
 import signal
 import time
@@ -32,6 +33,7 @@ from dispatch_core.database import mapped_errors
 from dispatch_core.errors import (
     ClientClosedError,
     DatabaseError,
+    DatabaseUnavailableError,
     JobClosedError,
     RelayDispatchError,
     UnknownJobError,
@@ -39,7 +41,7 @@ from dispatch_core.errors import (
 from dispatch_core.ids import new_id
 from gateway_sdk import ChunkSpec, DispatchRequest, GatewayClient, TenantClient
 from tests.chaos.journal import Journal, open_journal
-from tests.chaos.roster import TENANTS
+from tests.chaos.roster import NOT_REACHED, TENANTS
 
 logger = logging.getLogger("chaos")
 
@@ -253,4 +255,9 @@ async def stop_on_sigterm(scope: anyio.CancelScope) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(name)s %(levelname)s %(message)s")
-    anyio.run(partial(main, sys.argv[1], sys.argv[2], float(sys.argv[4]), int(sys.argv[5])))
+    try:
+        anyio.run(partial(main, sys.argv[1], sys.argv[2], float(sys.argv[4]), int(sys.argv[5])))
+    except* DatabaseUnavailableError as group:
+        # At the start, which is the supervisor's to repeat.
+        logger.warning("not started: %s", group.exceptions)
+        os._exit(NOT_REACHED)

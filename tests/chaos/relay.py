@@ -11,12 +11,14 @@ if __name__ == "__main__":
 
 import json
 import logging
+import os
 
 import anyio
 
+from dispatch_core.errors import DatabaseUnavailableError
 from relay_sdk import ChunkContext, DispatchJob, Reject, Relay, Reply, Retry, Snooze, run_relays
 from tests.chaos.journal import Journal, open_journal
-from tests.chaos.roster import SERVES
+from tests.chaos.roster import NOT_REACHED, SERVES
 
 
 def make(relay_id: str, tenants: tuple[str, ...], journal: Journal) -> Relay:
@@ -101,4 +103,9 @@ async def main(name: str, journal_dsn: str) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(name)s %(levelname)s %(message)s")
-    anyio.run(main, sys.argv[1], sys.argv[2])
+    try:
+        anyio.run(main, sys.argv[1], sys.argv[2])
+    except* DatabaseUnavailableError as group:
+        # At the start, which is the supervisor's to repeat: see Relay.main.
+        logging.getLogger("chaos").warning("not started: %s", group.exceptions)
+        os._exit(NOT_REACHED)

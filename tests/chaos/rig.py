@@ -21,13 +21,15 @@ from dispatch_core.dev.logins import GATEWAY_LOGIN
 from dispatch_core.dev.postgres import DevServer, start_local_server
 from dispatch_core.migrate import grant, migrate
 from tests.chaos import journal
-from tests.chaos.roster import GATEWAYS, GRACE_SECONDS, RELAYS, SERVES, SETTINGS
+from tests.chaos.roster import GATEWAYS, GRACE_SECONDS, NOT_REACHED, RELAYS, SERVES, SETTINGS
 from tests.support.cli import environment
 from tests.support.proxy import TcpProxy
 
 ROOT = Path(__file__).resolve().parents[2]
 DATABASE = "chaos"
 IDLE_SECONDS = 4.0
+START_SECONDS = 30.0
+"""Within which a process may end because it finds no database."""
 
 _IDLE = """
     select usename, left(query, 100) as query, extract(epoch from clock_timestamp() - state_change) as age
@@ -68,6 +70,10 @@ class Stop:
     """Something else was wrong meanwhile: with the server, or with its way to it."""
     left: list[str] = field(default_factory=list)
     """What the database still held for it once it was gone."""
+
+
+AWAY = (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+"""What connections of the rig's own raise while the server is down."""
 
 
 class Member:
@@ -172,8 +178,8 @@ class Rig:
                     rows = await conn.fetch(_IDLE, IDLE_SECONDS)
                 finally:
                     conn.terminate()
-            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError):
-                continue  # the server is down
+            except AWAY:
+                continue
             for row in rows:
                 member = self.members.get(row["usename"].replace("_", "-", 1))
                 calm = max(self.disturbed_until, 0.0 if member is None else member.disturbed_until)
@@ -187,7 +193,8 @@ class Rig:
                 process = member.process
                 gone = process is not None and process.returncode is not None
                 if process is not None and gone and not self.stopping and not member.busy.locked():
-                    self.ended.append(f"{member.name} (pid {process.pid}) ended by itself with {process.returncode}")
+                    if process.returncode != NOT_REACHED or time.monotonic() - member.began > START_SECONDS:
+                        self.ended.append(f"{member.name} (pid {process.pid}) ended with {process.returncode}")
                     await member.start()
             await anyio.sleep(0.2)
 

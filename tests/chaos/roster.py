@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["GATEWAYS", "RELAYS", "SERVES", "SETTINGS", "TENANTS"]
+__all__ = ["GATEWAYS", "NOT_REACHED", "RELAYS", "SERVES", "SETTINGS", "TENANTS"]
 
 TENANTS: Final = ("acme", "beta", "zeta")
 
@@ -18,6 +18,9 @@ SERVES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 
 RELAYS: Final = tuple(SERVES)
 GATEWAYS: Final = ("gateway-0", "gateway-1")
+
+NOT_REACHED: Final = 5
+"""How a process ends that finds no database at its start."""
 
 LEASE_SECONDS: Final = 3.0
 GRACE_SECONDS: Final = 2.0
