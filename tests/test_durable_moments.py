@@ -88,7 +88,8 @@ class _Stage:
                 # the reaper.
                 durable={
                     "lease_seconds": 3 if self.moment.endswith("told") else 60,
-                    "sweep_seconds": 0.2,
+                    # A sweep would end the job whose end is held back.
+                    "sweep_seconds": 600 if self.moment == "finishing" else 0.2,
                     "finish_sweep_seconds": 600,
                 },
             )
