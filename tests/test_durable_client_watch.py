@@ -13,6 +13,7 @@ import pytest
 from dispatch_core.durable_models import ChunkSpec, JobProgress, JobStatus
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import (
+    ConnectionLostError,
     DatabaseUnavailableError,
     InvalidDeadlineError,
     UnknownJobError,
@@ -373,19 +374,16 @@ async def test_a_job_of_which_the_chunks_cannot_be_counted_in_time_is_watched_by
 ) -> None:
     """Of very many, that may take longer than a statement of a gateway may: then it is no outage."""
     jobs_of = DurableRepository.jobs
-    counts: list[int] = []
 
     async def slow(self: Any, tenant: str, job_ids: list[UUID], *, fresh: bool = False) -> Any:
         if fresh:
-            counts.append(len(job_ids))
-            await anyio.sleep_forever()
+            raise ConnectionLostError("PostgreSQL did not answer in time")
         return await jobs_of(self, tenant, job_ids)
 
-    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER, poll_timeout_seconds=0.3) as client:
+    async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
         jobs = client.tenant(TENANT).durable
         job_id = await jobs.submit("import", range(3))
         monkeypatch.setattr(DurableRepository, "jobs", slow)
-        began = anyio.current_time()
         watching = Watching(jobs, job_id)
         with anyio.fail_after(20):
             async with anyio.create_task_group() as group:
@@ -399,8 +397,6 @@ async def test_a_job_of_which_the_chunks_cannot_be_counted_in_time_is_watched_by
                 await work(worker)
         assert watching.seen[-1].status is JobStatus.COMPLETED
         assert watching.done == 3
-        # It is tried again, for a tenth of the time.
-        assert (len(counts) - 1) * 0.3 <= (anyio.current_time() - began) / 9
 
 
 @pytest.mark.parametrize("leave", ["break", "aclose", "scope"])
