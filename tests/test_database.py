@@ -350,6 +350,22 @@ async def test_a_cancelled_statement_is_cancelled_on_the_server_and_its_connecti
 
 
 @pytest.mark.case("C29")
+@pytest.mark.parametrize("statement", ["select pg_sleep(60)", None], ids=["in a statement", "between two"])
+async def test_a_cancelled_transaction_is_rolled_back_and_nothing_is_logged(
+    database: TestDatabase, caplog: pytest.LogCaptureFixture, statement: str | None
+) -> None:
+    async with Database(database.gateway_dsn, min_size=1, max_size=1) as pooled:
+        with anyio.CancelScope() as scope:
+            async with pooled.connection() as conn, conn.transaction():
+                pid = await conn.fetchval("select pg_backend_pid()")
+                scope.deadline = anyio.current_time() + 0.05
+                await (conn.execute(statement) if statement else anyio.sleep_forever())
+        async with pooled.connection() as conn:
+            assert not conn.is_in_transaction()
+            assert await conn.fetchval("select pg_backend_pid()") == pid
+    assert caplog.text == ""
+
+
 async def test_cancelling_a_statement_on_a_dead_line_takes_no_longer_than_its_bound(database: TestDatabase) -> None:
     async with TcpProxy.before(database.gateway_dsn) as proxy:
         pool = Database(proxy.dsn(database.gateway_dsn), min_size=1, max_size=1)
