@@ -37,8 +37,8 @@ _IMPORTS: Final = """
 """
 
 
-_UNFORESEEN: Final = re.compile("Traceback|never (retrieved|awaited)| (ERROR|CRITICAL) |RuntimeWarning|ResourceWarning")
-
+_UNFORESEEN: Final = re.compile("never (retrieved|awaited)|asyncio (ERROR|CRITICAL)|RuntimeWarning|ResourceWarning")
+# (A handler of a chunk whose transaction met a fault is logged with its traceback, and is to be.)
 _DRIVERS: Final = re.compile(
     r"^.*Future exception was never retrieved\nfuture: <Future finished exception="
     r"ConnectionError\('unexpected connection_lost\(\) call'\)>$",
