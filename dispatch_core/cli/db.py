@@ -87,8 +87,9 @@ def migrate(
 ) -> None:
     """Bring the schema to what this version needs; nothing happens where it is that already.
 
-    Without --only all rooms are installed: dispatch, outbox, durable; it may be repeated. A business
-    database that only writes events needs --only outbox, and has nothing else of ours then.
+    A room is a part of the schema that can be installed alone: dispatch, outbox,
+    durable. Without --only all are. A business database that only writes events
+    needs --only outbox, and has nothing else of ours then.
     """
     if plan and sql:
         raise typer.BadParameter("--plan and --sql exclude each other")
