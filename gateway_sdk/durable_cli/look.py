@@ -124,7 +124,7 @@ def show(
     Examples:
       relay-dispatch durable show 01998d4e-…
       relay-dispatch durable show 01998d4e-… --status done --after 400
-      relay-dispatch durable show 01998d4e-… --chunk 17 --json | jq .chunks[0].checkpoint
+      relay-dispatch durable show 01998d4e-… --chunk 17 --json | jq '.chunks[0]'
     """
     job, chunks, more = run_async(_show, resolve_dsn(dsn), tenant, job_id, chunk, status, limit, after)
     if format_of(output, json) is Output.JSON:

@@ -53,7 +53,7 @@ def events(
 
     Examples:
       relay-dispatch durable events 01998d4e-… --follow
-      relay-dispatch durable events 01998d4e-… --json | jq 'select(.type == "chunk_reaped")'
+      relay-dispatch durable events 01998d4e-… --json | grep chunk_reaped
     """
     run_lines(_events, resolve_dsn(dsn), tenant, job_id, after, follow, limit, format_of(output, json))
 
@@ -114,7 +114,7 @@ def errors(
 
     Examples:
       relay-dispatch durable errors 01998d4e-… -n 20
-      relay-dispatch durable errors 01998d4e-… --json | jq -r '[.row, .code, .message] | @csv' > bad.csv
+      relay-dispatch durable errors 01998d4e-… --json > bad.jsonl
     """
     count = run_lines(_errors, resolve_dsn(dsn), tenant, job_id, chunk, limit, format_of(output, json))
     if not count:
