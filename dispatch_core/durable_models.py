@@ -266,13 +266,16 @@ class JobProgress:
 
     @property
     def fraction(self) -> float | None:
-        """How much of it is over, 0 to 1: by rows where their number is known, else by chunks; None: no chunks."""
+        """How much of it was worked off, 0 to 1: by rows where their number is known, else by chunks; None: no chunks.
+
+        What failed was worked off too; what was cancelled was not.
+        """
         if self.status is JobStatus.COMPLETED:
             return 1.0
         if self.rows_total > 0:
             return min((self.rows_done + self.rows_failed) / self.rows_total, 1.0)
         if self.chunks_total > 0:
-            return sum(n for status, n in self.chunks.items() if status.is_terminal) / self.chunks_total
+            return (self.chunks[ChunkStatus.DONE] + self.chunks[ChunkStatus.FAILED]) / self.chunks_total
         return None
 
 

@@ -223,8 +223,10 @@ def test_progress_goes_by_rows_then_by_chunks() -> None:
     assert base.fraction is None
     assert dataclasses.replace(base, rows_total=8, rows_done=1, rows_failed=1).fraction == 0.25
     assert dataclasses.replace(base, rows_total=8, rows_done=9).fraction == 1.0
-    half = {**chunks, ChunkStatus.DONE: 1, ChunkStatus.FAILED: 1, ChunkStatus.CANCELLED: 1, ChunkStatus.RUNNING: 3}
-    assert dataclasses.replace(base, chunks=half, chunks_total=6).fraction == 0.5
+    half = {**chunks, ChunkStatus.DONE: 1, ChunkStatus.FAILED: 1, ChunkStatus.RUNNING: 2}
+    assert dataclasses.replace(base, chunks=half, chunks_total=4).fraction == 0.5
+    cancelled = {**chunks, ChunkStatus.DONE: 1, ChunkStatus.CANCELLED: 3}
+    assert dataclasses.replace(base, status=JobStatus.CANCELLED, chunks=cancelled, chunks_total=4).fraction == 0.25
     assert dataclasses.replace(base, status=JobStatus.COMPLETED).fraction == 1.0
 
 
