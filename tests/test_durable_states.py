@@ -1,4 +1,4 @@
-"""The tables of ARCHITECTURE, section 8, walked whole: every status by every verb, with right and wrong leases."""
+"""The tables of docs/architecture-durable.md walked whole: every status by every verb, with right and wrong leases."""
 
 from __future__ import annotations
 

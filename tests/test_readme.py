@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -96,23 +97,36 @@ def test_the_tests_that_are_named_for_a_promise_exist_and_carry_its_id(invariant
         assert re.search(rf"\b{invariant}\b", tests[name]), f"{test_id} does not say {invariant}"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "ARCHITECTURE.md",
-        "CHANGELOG.md",
-        "docs/handlers.md",
-        "docs/durable.md",
-        "docs/outbox.md",
-    ],
-)
+PROSE = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"])
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names of a page's headings, as links have them."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PROSE])
 def test_every_link_within_the_project_leads_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", (ROOT / page).read_text()):
         if "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), f"{page} leads to {target}, which is not there"
+            place = (ROOT / page).parent / target if target else ROOT / page
+            assert place.exists(), f"{page} leads to {target}, which is not there"
+            assert not anchor or anchor in anchors(place), f"{page} leads to {target}#{anchor}, which is not there"
+
+
+def test_every_decision_has_a_number_of_its_own_and_none_that_is_referred_to_is_missing() -> None:
+    pages = (ROOT / "ARCHITECTURE.md", ROOT / "docs" / "architecture-durable.md")
+    numbers = Counter(
+        number for page in pages for number in re.findall(r"^\*\*(D\d+)\.", page.read_text(), re.MULTILINE)
+    )
+    assert [number for number, times in numbers.items() if times > 1] == []
+    folders = ("dispatch_core", "gateway_sdk", "relay_sdk", "migrations", "tests", "benchmarks", "docs", "examples")
+    files = [*ROOT.glob("*.md"), *(file for name in folders for file in (ROOT / name).rglob("*.*"))]
+    texts = (file.read_text() for file in files if file.suffix in (".md", ".py", ".sql"))
+    assert {number for text in texts for number in re.findall(r"\bD\d{1,3}\b", text)} <= set(numbers)
 
 
 def test_every_code_is_on_the_page_of_handlers_and_no_other() -> None:

@@ -1,4 +1,4 @@
-"""What the durable room does, in plain Python: ARCHITECTURE, section 8, as a program without a database.
+"""What the durable room does, in plain Python: docs/architecture-durable.md as a program without a database.
 
 One tenant, and one thing at a time but for one transaction of a handler that may be open. A verb returns what its
 function in SQL has to answer, and changes what its rows have to hold.
