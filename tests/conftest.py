@@ -26,6 +26,7 @@ import pytest
 from dispatch_core.dev.logins import run_blocking
 from dispatch_core.dev.postgres import DevServer, start_local_server, start_server
 from tests.support.databases import TestDatabase, drop_database, make_template, new_database
+from tests.support.high_counters import raise_ids
 
 # What a test that does not pull the plug can do without. In memory, since ext4 makes files slowly after many deletions
 # (a clone, some 300 files, then takes 250 ms instead of 20).
@@ -44,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--long", action="store_true", help="do not cut short what plays many rounds at random, and take new seeds"
+    )
+    parser.addoption(
+        "--high-counters", action="store_true", help="let all counters and ids of the databases begin near 2^31 (C38)"
     )
     parser.addoption("--seed", type=int, help="the seed of what plays at random, where a failed run has printed one")
 
@@ -81,6 +85,12 @@ def seed(pytestconfig: pytest.Config, is_long: bool) -> int:
 
 
 @pytest.fixture(scope="session")
+def has_high_counters(pytestconfig: pytest.Config) -> bool:
+    """Whether --high-counters was given."""
+    return bool(pytestconfig.getoption("--high-counters"))
+
+
+@pytest.fixture(scope="session")
 def binaries(pytestconfig: pytest.Config) -> Path | None:
     """What --postgres-binaries named."""
     path: Path | None = pytestconfig.getoption("--postgres-binaries")
@@ -88,14 +98,16 @@ def binaries(pytestconfig: pytest.Config) -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def server(binaries: Path | None) -> Iterator[DevServer]:
+def server(binaries: Path | None, has_high_counters: bool) -> Iterator[DevServer]:
     with start_server(settings=FAST, binaries=binaries, ephemeral=True, in_memory=True) as server:
+        if has_high_counters:
+            raise_ids(server)
         yield server
 
 
 @pytest.fixture(scope="session")
-def template(server: DevServer) -> Iterator[str]:
-    name = run_blocking(make_template(server))
+def template(server: DevServer, has_high_counters: bool) -> Iterator[str]:
+    name = run_blocking(make_template(server, has_high_counters=has_high_counters))
     yield name
     if not server.is_ours:  # ours is thrown away as a whole
         run_blocking(drop_database(server, name))
@@ -138,8 +150,10 @@ async def operator(database: TestDatabase) -> AsyncIterator[Connection]:
 
 
 @pytest.fixture(scope="session")
-def _durable_server(binaries: Path | None) -> Iterator[DevServer]:
+def _durable_server(binaries: Path | None, has_high_counters: bool) -> Iterator[DevServer]:
     with start_local_server(binaries=binaries, ephemeral=True) as server:
+        if has_high_counters:
+            raise_ids(server)
         yield server
 
 
@@ -152,9 +166,9 @@ def durable_server(_durable_server: DevServer) -> Iterator[DevServer]:
 
 
 @pytest.fixture(scope="session")
-def _durable_template(_durable_server: DevServer) -> str:
+def _durable_template(_durable_server: DevServer, has_high_counters: bool) -> str:
     _durable_server.start()
-    return run_blocking(make_template(_durable_server))
+    return run_blocking(make_template(_durable_server, has_high_counters=has_high_counters))
 
 
 @pytest.fixture

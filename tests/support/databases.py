@@ -14,6 +14,7 @@ import asyncpg
 from dispatch_core.dev.logins import GATEWAY_LOGIN, MIGRATOR_LOGIN, OPERATOR_LOGIN, WORKER_LOGIN
 from dispatch_core.dev.postgres import DevServer
 from tests.support.eventually import eventually
+from tests.support.high_counters import raise_counters
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class TestDatabase:
         return self.server.dsn(user, self.name, password)
 
 
-async def make_template(server: DevServer) -> str:
+async def make_template(server: DevServer, *, has_high_counters: bool = False) -> str:
     """Create a migrated database, all granted to the plain logins, closed to connections; return its name."""
     from dispatch_core.migrate import grant, migrate
 
@@ -67,6 +68,8 @@ async def make_template(server: DevServer) -> str:
     await grant(dsn, GATEWAY_LOGIN, role="gateway", tenant=None, relay=None)
     await grant(dsn, WORKER_LOGIN, role="worker", tenant=None, relay=None)
     await grant(dsn, OPERATOR_LOGIN, role="operator", tenant=None, relay=None)
+    if has_high_counters:
+        await raise_counters(dsn)
     # A clone needs a template without connections; autovacuum keeps out of one that allows none.
     await _execute(server, "alter database %I allow_connections false", name)
     return name
