@@ -22,7 +22,7 @@ from relay_sdk import DispatchJob, Relay, Reply, Retry
 from tests.conftest import Connection
 from tests.support.activity import backends, terminate
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually, never
+from tests.support.eventually import HANGS, eventually, never
 from tests.support.fleet import Journal, relay_process, serve
 from tests.support.gateway import open_client
 from tests.support.relays import new_relay, running
@@ -100,10 +100,8 @@ async def test_a_result_that_is_there_before_anybody_waits_is_returned_at_once(d
     async with both(database, relay) as client:
         job_id = await client.tenant("acme").enqueue("erp", "Echo", body="early")
         await eventually(lambda: relay.metrics.jobs_succeeded == 1)
-        began = time.monotonic()
-        result = await client.tenant("acme").wait(job_id, timeout=10)
+        result = await client.tenant("acme").wait(job_id, timeout=HANGS)
         assert result.response_body == b"early"
-        assert time.monotonic() - began < 1
 
 
 async def test_a_gateway_waits_for_what_another_gateway_enqueued(database: TestDatabase) -> None:
@@ -119,15 +117,14 @@ async def test_a_delayed_job_starts_when_it_is_due_and_not_before(database: Test
     relay = echo(deaf_to_time(database))
     async with both(database, relay) as client:
         acme = client.tenant("acme")
-        sent_at = time.monotonic()
-        job_id = await acme.enqueue("erp", "Echo", body="late", delay=0.7)
-        prompt = await acme.call("erp", "Echo", body="prompt", timeout=10)
+        job_id = await acme.enqueue("erp", "Echo", body="late", delay=1.5)
+        prompt = await acme.call("erp", "Echo", body="prompt", timeout=HANGS)
         assert prompt.status is SUCCEEDED
-        assert time.monotonic() - sent_at < 0.7
-        result = await acme.wait(job_id, timeout=10)
-        assert 0.7 <= time.monotonic() - sent_at < 2
+        result = await acme.wait(job_id, timeout=HANGS)
         assert result.claimed_at is not None
-        assert (result.claimed_at - result.created_at).total_seconds() >= 0.7
+        assert (result.claimed_at - result.created_at).total_seconds() >= 1.5
+        assert prompt.claimed_at is not None
+        assert prompt.claimed_at < result.claimed_at
         assert relay.metrics.wakeups_by_timer == 1
 
 
@@ -162,7 +159,7 @@ async def test_a_wait_ends_at_the_deadline_whether_or_not_anybody_serves_the_job
     async def slow(job: DispatchJob) -> None:
         began = time.monotonic()
         try:
-            await anyio.sleep(60)
+            await anyio.sleep_forever()
         finally:
             cancelled_after.append(time.monotonic() - began)
 
@@ -171,18 +168,18 @@ async def test_a_wait_ends_at_the_deadline_whether_or_not_anybody_serves_the_job
         for relay_id in ("erp", "nobody"):
             began = time.monotonic()
             job_id = await acme.enqueue(relay_id, "Slow", ttl=0.8)
-            result = await acme.wait(job_id, timeout=20)
+            result = await acme.wait(job_id, timeout=HANGS)
             assert (result.status, result.error_code) == (EXPIRED, "S2R-EXPIRED")
-            assert 0.75 < time.monotonic() - began < 1.8
+            assert time.monotonic() - began > 0.75
             assert result.completed_at is not None
         await eventually(lambda: len(cancelled_after) == 1)
-        assert cancelled_after[0] < 1.5
         await eventually(lambda: relay.health().in_hand == 0)
 
 
 @pytest.mark.case("C24")
 async def test_a_withdrawn_job_has_its_handler_cancelled_at_once(database: TestDatabase) -> None:
-    relay = deaf_to_time(database)
+    # Nothing but the ring can tell it in time: the next heartbeat is minutes away.
+    relay = deaf_to_time(database, lease_seconds=900.0)
     started = anyio.Event()
     cancelled = anyio.Event()
 
@@ -199,12 +196,9 @@ async def test_a_withdrawn_job_has_its_handler_cancelled_at_once(database: TestD
         job_id = await acme.enqueue("erp", "Long", max_attempts=3)
         with anyio.fail_after(10):
             await started.wait()
-        began = time.monotonic()
         assert await acme.mark_expired(job_id) == 1
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS):
             await cancelled.wait()
-        # The heartbeat comes every 10 s: it was told.
-        assert time.monotonic() - began < 2
         assert await acme.mark_expired(job_id) == 0
         result = await acme.wait(job_id, timeout=10)
         assert (result.status, result.error_message) == (EXPIRED, "withdrawn before its deadline")
@@ -296,9 +290,7 @@ async def test_wake_ups_are_by_notify_again_after_the_listening_backends_were_ki
             pushed, notified = client.health().wakes_by_push, relay.metrics.wakeups_by_notify
             polled = relay.metrics.wakeups_by_poll
             for _ in range(5):
-                began = time.monotonic()
-                await acme.call("erp", "Echo", timeout=10)
-                assert time.monotonic() - began < 1
+                await acme.call("erp", "Echo", timeout=HANGS)
             assert client.health().wakes_by_push - pushed == 5
             assert relay.metrics.wakeups_by_notify > notified
             assert relay.metrics.wakeups_by_poll == polled

@@ -26,7 +26,7 @@ from gateway_sdk.sweeper import Sweeper
 from gateway_sdk.waiter import ResultWaiter
 from tests.support.activity import backends
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually, never
+from tests.support.eventually import HANGS, eventually, never
 from tests.support.gateway import Connection, PlayedRelay, open_client, settings_for
 
 NEVER = 600.0
@@ -99,13 +99,11 @@ async def test_a_schema_that_is_missing_is_named(bare_database: TestDatabase) ->
 
 
 async def test_an_unreachable_server_is_a_retryable_error(unused_tcp_port: int) -> None:
-    started = time.monotonic()
-    with pytest.raises(DatabaseUnavailableError) as caught:
+    with pytest.raises(DatabaseUnavailableError) as caught, anyio.fail_after(HANGS):
         async with open_client(f"postgresql://user:secret@127.0.0.1:{unused_tcp_port}/db", connect_timeout_seconds=1):
             pass
     assert caught.value.retryable
     assert "secret" not in str(caught.value)
-    assert time.monotonic() - started < 3
 
 
 async def test_a_login_that_bypasses_row_security_is_warned_of(
@@ -144,7 +142,7 @@ async def test_before_and_after_its_block_a_client_is_closed(database: TestDatab
         lambda: anext(acme.as_completed([job_id])),
     ]
     for call in calls:
-        with pytest.raises(ClientClosedError), anyio.fail_after(2):
+        with pytest.raises(ClientClosedError), anyio.fail_after(HANGS):
             await call()
     async with client:  # and it can be opened again
         assert await client.tenant("acme").poll_status(job_id) is not None
@@ -418,9 +416,9 @@ async def test_expires_at_by_the_databases_clock_bounds_a_wait(database: TestDat
             if is_warm:
                 # Where results are pushed, nothing but its deadline can end it.
                 await eventually(lambda: runtime.channels.is_listening("acme"))
+            started = time.monotonic()
             now: datetime = await admin.fetchval("select clock_timestamp()")
             assert now.tzinfo is UTC
-            started = time.monotonic()
-            result = await acme.call("erp", "Op", expires_at=now + timedelta(seconds=0.6), timeout=10)
+            result = await acme.call("erp", "Op", expires_at=now + timedelta(seconds=0.6), timeout=HANGS)
             assert result.status is DispatchStatus.EXPIRED
-            assert 0.4 < time.monotonic() - started < 1.2
+            assert time.monotonic() - started >= 0.55

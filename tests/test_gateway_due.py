@@ -8,6 +8,7 @@ import anyio
 import anyio.lowlevel
 
 from gateway_sdk.due import Due
+from tests.support.eventually import HANGS
 
 
 def test_a_thing_is_taken_once_at_its_earliest_time() -> None:
@@ -28,16 +29,17 @@ async def test_one_that_is_planned_meanwhile_is_not_overslept() -> None:
     due.plan("late", time.monotonic() + 600)
     started = time.monotonic()
     async with anyio.create_task_group() as group:
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS):
             group.start_soon(due.wait, started + 600)
             await anyio.lowlevel.checkpoint()
             due.plan("soon", started + 0.1)
             due.plan("never mind", started + 700)
-    assert 0.09 <= time.monotonic() - started < 2
+    assert time.monotonic() - started >= 0.09
     assert due.take() == ["soon"]
 
 
 async def test_it_waits_no_longer_than_asked() -> None:
     started = time.monotonic()
-    await Due[str]().wait(started + 0.05)
-    assert 0.04 <= time.monotonic() - started < 1
+    with anyio.fail_after(HANGS):
+        await Due[str]().wait(started + 0.05)
+    assert time.monotonic() - started >= 0.04

@@ -17,7 +17,7 @@ from gateway_sdk import DispatchResult, DispatchStatus, GatewayClient
 from gateway_sdk.tenant import TenantClient
 from tests.support.activity import backends, terminate
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually, never
+from tests.support.eventually import HANGS, eventually, never
 from tests.support.gateway import Connection, PlayedRelay, open_client
 from tests.support.pooler import FakePooler
 from tests.support.proxy import TcpProxy
@@ -30,10 +30,9 @@ def relay(worker: Connection) -> PlayedRelay:
     return PlayedRelay(worker, "acme", "erp")
 
 
-async def round_trip(acme: TenantClient, relay: PlayedRelay) -> tuple[DispatchResult, float]:
-    """Have a job done; return its result and how many seconds after the completion it was there."""
+async def round_trip(acme: TenantClient, relay: PlayedRelay) -> DispatchResult:
+    """Have a job done that is waited for, and return its result."""
     job_id = await acme.enqueue("erp", "Op")
-    done_at = 0.0
     results: list[DispatchResult] = []
     async with anyio.create_task_group() as group:
 
@@ -45,8 +44,7 @@ async def round_trip(acme: TenantClient, relay: PlayedRelay) -> tuple[DispatchRe
         # From here on only a push or a later poll can bring the result.
         await listened_to(acme)
         await relay.complete(jobs)
-        done_at = time.monotonic()
-    return results[0], time.monotonic() - done_at
+    return results[0]
 
 
 async def listened_to(acme: TenantClient) -> None:
@@ -78,9 +76,7 @@ async def test_results_come_by_push_and_at_once(database: TestDatabase, relay: P
     async with open_client(database.gateway_dsn, poll_interval_seconds=NEVER) as client:
         acme = client.tenant("acme")
         for _ in range(3):
-            result, seconds = await round_trip(acme, relay)
-            assert result.status is DispatchStatus.SUCCEEDED
-            assert seconds < 1
+            assert (await round_trip(acme, relay)).status is DispatchStatus.SUCCEEDED
         assert client.health().wakes_by_push == 3
         assert client.health().is_well
 
@@ -91,7 +87,7 @@ async def test_a_lost_ring_costs_a_poll_interval_and_nothing_else(database: Test
         await round_trip(acme, relay)
         job_id = await acme.enqueue("erp", "Op")
         await relay.complete(await relay.claim(), ring=False)
-        with anyio.fail_after(3):
+        with anyio.fail_after(HANGS):
             assert (await acme.wait(job_id)).status is DispatchStatus.SUCCEEDED
         unrung = await acme.enqueue("erp", "Op")
         async with anyio.create_task_group() as group:
@@ -99,8 +95,9 @@ async def test_a_lost_ring_costs_a_poll_interval_and_nothing_else(database: Test
             polled = client.health().polled
             await eventually(lambda: client.health().polled > polled)
             await relay.complete(await relay.claim(), ring=False)
-            started = time.monotonic()
-        assert time.monotonic() - started < 1
+            statements = client.health().poll_statements
+        # The next poll, or the one after it where that was under way already.
+        assert client.health().poll_statements <= statements + 2
         assert client.health().wakes_by_poll >= 2
 
 
@@ -145,23 +142,22 @@ async def test_a_half_open_listener_is_noticed_and_replaced_and_polls_go_on_mean
         await round_trip(acme, relay)
         assert client.health().state == "listening"
         proxy.connections[0].mode = "black_hole"
-        cut_at = time.monotonic()
         for _ in range(3):
-            result, seconds = await round_trip(acme, relay)
-            assert result.status is DispatchStatus.SUCCEEDED
-            assert seconds < 2.3
+            assert (await round_trip(acme, relay)).status is DispatchStatus.SUCCEEDED
         await eventually(lambda: proxy.accepted >= 2 and client.health().state == "listening")
-        assert time.monotonic() - cut_at < 8
         pushed = client.health().wakes_by_push
-        _, seconds = await round_trip(acme, relay)
-        assert client.health().wakes_by_push == pushed + 1
-        assert seconds < 0.5
+
+        async def is_pushed() -> bool:
+            # Now and then a poll is there before it.
+            await round_trip(acme, relay)
+            return client.health().wakes_by_push > pushed
+
+        await eventually(is_pushed)
 
         proxy.mode = "black_hole"
         await eventually(lambda: client.health().state == "degraded")
         assert client.health().problem
-        result, seconds = await round_trip(acme, relay)
-        assert seconds < 2.3
+        assert (await round_trip(acme, relay)).status is DispatchStatus.SUCCEEDED
         proxy.mode = "pass"
         await eventually(lambda: client.health().state == "listening")
         await eventually(lambda: count_is(admin, 1))
@@ -188,9 +184,7 @@ async def test_the_listener_comes_back_after_its_backend_was_killed_again_and_ag
                 killed += 1
             await eventually(lambda: listener.connects > killed and listener.state == "listening")  # noqa: B023
             pushed = client.health().wakes_by_push
-            result, seconds = await round_trip(acme, relay)
-            assert result.status is DispatchStatus.SUCCEEDED
-            assert seconds < 1
+            assert (await round_trip(acme, relay)).status is DispatchStatus.SUCCEEDED
             assert client.health().wakes_by_push == pushed + 1
         assert len(await listeners(admin)) == 1
 
@@ -246,9 +240,8 @@ async def test_behind_a_transaction_pooler_the_gateway_says_so_once_and_polls(
     ):
         assert client.health().state == "polling_only"
         for tenant in ("acme", "globex", "acme"):
-            result, seconds = await round_trip(client.tenant(tenant), PlayedRelay(worker, tenant, "erp"))
+            result = await round_trip(client.tenant(tenant), PlayedRelay(worker, tenant, "erp"))
             assert result.status is DispatchStatus.SUCCEEDED
-            assert seconds < 1.2
         foreign = await client.tenant("globex").enqueue("erp", "Op")
         assert await client.tenant("acme").poll_status(foreign) is None
         assert client.health().wakes_by_push == 0
@@ -270,8 +263,7 @@ async def test_behind_a_pooler_a_direct_listen_dsn_brings_the_push_back(
     ):
         assert client.health().state == "listening"
         for _ in range(3):
-            _, seconds = await round_trip(client.tenant("acme"), relay)
-            assert seconds < 1
+            await round_trip(client.tenant("acme"), relay)
         assert client.health().wakes_by_push == 3
 
 
@@ -282,9 +274,7 @@ async def test_with_a_pool_and_no_dsn_it_polls_and_says_so_once(
         async with open_client(None, pool=pool, poll_interval_seconds=1.0) as client:
             assert client.health().state == "polling_only"
             for _ in range(2):
-                result, seconds = await round_trip(client.tenant("acme"), relay)
-                assert result.status is DispatchStatus.SUCCEEDED
-                assert seconds < 1.2
+                assert (await round_trip(client.tenant("acme"), relay)).status is DispatchStatus.SUCCEEDED
         assert await pool.fetchval("select 1") == 1
     assert len([record for record in caplog.records if "only polled" in record.message]) == 1
 
@@ -486,8 +476,7 @@ async def test_a_login_that_may_not_listen_is_told_and_polls(
 ) -> None:
     await admin.execute("revoke execute on function relay.channel(text, text, text) from relay_gateway")
     async with open_client(database.gateway_dsn, poll_interval_seconds=1.0) as client:
-        result, seconds = await round_trip(client.tenant("acme"), PlayedRelay(worker, "acme", "erp"))
+        result = await round_trip(client.tenant("acme"), PlayedRelay(worker, "acme", "erp"))
         assert result.status is DispatchStatus.SUCCEEDED
-        assert seconds < 1.2
         assert client.health().channels == 0
     assert len([record for record in caplog.records if "not pushed" in record.message]) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -15,6 +14,7 @@ from dispatch_core.dev.cluster import free_port
 from dispatch_core.errors import DatabaseError, DatabaseUnavailableError
 from dispatch_core.hosts import hosts_of
 from tests.support.databases import TestDatabase
+from tests.support.eventually import HANGS
 from tests.support.proxy import TcpProxy
 
 
@@ -93,10 +93,8 @@ async def test_hosts_that_refuse_are_passed_over_and_named_when_none_is_left(dat
 async def test_hosts_that_are_all_silent_are_given_up_in_time(database: TestDatabase) -> None:
     async with TcpProxy.before(database.gateway_dsn) as silent:
         silent.mode = "black_hole"
-        began = time.monotonic()
-        with pytest.raises(DatabaseUnavailableError, match="did not answer in time"):
+        with pytest.raises(DatabaseUnavailableError, match="did not answer in time"), anyio.fail_after(HANGS):
             await connect(dsn_of(database.gateway_dsn, silent.port, silent.port), connect_timeout=0.5)
-        assert time.monotonic() - began < 2
         with anyio.move_on_after(0.1) as scope:
             await connect(dsn_of(database.gateway_dsn, silent.port, silent.port), connect_timeout=30)
         assert scope.cancelled_caught

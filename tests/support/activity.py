@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import asyncpg
 
-from tests.support.eventually import eventually
+from tests.support.eventually import HANGS, eventually
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
@@ -17,7 +17,7 @@ def pid_of(connection: Connection) -> int:
 
 
 async def wait_until_blocked(
-    observer: Connection, pid: int, *, by: int | None = None, timeout: float = 10
+    observer: Connection, pid: int, *, by: int | None = None, timeout: float = HANGS
 ) -> list[int]:
     """Wait until backend `pid` waits for a lock (of backend `by`), and return who blocks it."""
 
@@ -28,7 +28,7 @@ async def wait_until_blocked(
     return await eventually(blockers, timeout, message=f"backend {pid} waiting for a lock")
 
 
-async def wait_until_statement_runs(observer: Connection, fragment: str, *, timeout: float = 10) -> int:
+async def wait_until_statement_runs(observer: Connection, fragment: str, *, timeout: float = HANGS) -> int:
     """Wait until another backend is busy with a statement that contains `fragment`, and return its pid."""
     query = """
         select pid from pg_stat_activity
@@ -64,7 +64,7 @@ async def listening_backends(observer: Connection) -> list[int]:
     return [row["pid"] for row in await backends(observer) if row["query"].lstrip().upper().startswith("LISTEN")]
 
 
-async def terminate(observer: Connection, pid: int, timeout: float = 10) -> None:
+async def terminate(observer: Connection, pid: int, timeout: float = HANGS) -> None:
     """Kill a backend as an operator would, and wait until it is gone."""
     await observer.fetchval("select pg_terminate_backend($1)", pid)
 

@@ -13,7 +13,7 @@ from dispatch_core.ids import new_id
 from dispatch_core.settings import DurableJobsSettings
 from relay_sdk import Relay, RelaySettings
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually
+from tests.support.eventually import HANGS, eventually
 from tests.support.relays import QUICK, RELAY, TENANT
 
 KIND = "import"
@@ -92,7 +92,7 @@ class Work:
     async def control(self, job_id: UUID, action: str) -> Any:
         return await self.repository.control(self.tenant, job_id, action, actor="alice")
 
-    async def end(self, job_id: UUID, timeout: float = 15.0) -> DurableJob:
+    async def end(self, job_id: UUID, timeout: float = HANGS) -> DurableJob:
         """Wait until the job has ended, or waits for a person, and return it."""
 
         async def ended() -> DurableJob | None:
@@ -103,7 +103,9 @@ class Work:
         assert job is not None
         return job
 
-    async def until_chunk(self, job_id: UUID, status: ChunkStatus, seq: int = 1, timeout: float = 10.0) -> DurableChunk:
+    async def until_chunk(
+        self, job_id: UUID, status: ChunkStatus, seq: int = 1, timeout: float = HANGS
+    ) -> DurableChunk:
         """Wait until a chunk stands there, and return it."""
 
         async def stands() -> DurableChunk | None:

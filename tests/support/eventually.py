@@ -11,21 +11,24 @@ import anyio
 
 T = TypeVar("T")
 
+# After so many seconds it is a hang. No bound: whoever wants one says so; a busy machine takes its time.
+HANGS = 30.0
+
 
 @overload
 async def eventually(
-    predicate: Callable[[], Awaitable[T]], timeout: float = 10, interval: float = 0.01, *, message: str = ""
+    predicate: Callable[[], Awaitable[T]], timeout: float = HANGS, interval: float = 0.01, *, message: str = ""
 ) -> T: ...
 
 
 @overload
 async def eventually(
-    predicate: Callable[[], T], timeout: float = 10, interval: float = 0.01, *, message: str = ""
+    predicate: Callable[[], T], timeout: float = HANGS, interval: float = 0.01, *, message: str = ""
 ) -> T: ...
 
 
 async def eventually(
-    predicate: Callable[[], object], timeout: float = 10, interval: float = 0.01, *, message: str = ""
+    predicate: Callable[[], object], timeout: float = HANGS, interval: float = 0.01, *, message: str = ""
 ) -> object:
     """Call `predicate` (plain or async) until what it returns is true, and return that; fail after `timeout` seconds.
 

@@ -12,7 +12,7 @@ from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.models import DispatchRequest, DispatchResult, DispatchStatus
 from relay_sdk import Relay, RelaySettings, run_relays
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually
+from tests.support.eventually import HANGS, eventually
 
 TENANT = "acme"
 RELAY = "erp"
@@ -90,7 +90,7 @@ class Jobs:
         assert result is not None
         return result
 
-    async def end(self, job_id: UUID, timeout: float = 10.0) -> DispatchResult:
+    async def end(self, job_id: UUID, timeout: float = HANGS) -> DispatchResult:
         """Wait until the job has ended, and return how."""
 
         async def ended() -> DispatchResult | None:
@@ -101,5 +101,5 @@ class Jobs:
         assert result is not None
         return result
 
-    async def ends(self, job_ids: list[UUID], timeout: float = 20.0) -> list[DispatchResult]:
+    async def ends(self, job_ids: list[UUID], timeout: float = HANGS) -> list[DispatchResult]:
         return [await self.end(job_id, timeout) for job_id in job_ids]
