@@ -10,7 +10,7 @@ ARGS ?=
 WORKERS ?= 3
 # The same for `make test-faults`, whose tests have processes of their own and leave little of two cores.
 FAULT_WORKERS ?= 2
-# How long `make chaos` lasts. SEED: a run to play again; without it a new one is drawn, and printed.
+# How long `make chaos` lasts, and `make churn`. SEED: a run to play again; without it a new one is drawn, and printed.
 MINUTES ?= 10
 SEED ?=
 
@@ -21,7 +21,7 @@ PEERS_PYTHON ?= $(or $(shell for p in python3.14 python3.13 python3.12; do \
 	if $$p -c '' 2>/dev/null; then echo $$p; break; fi; done),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults chaos check format bench bench-peers db clean
+.PHONY: help setup demo test test-faults chaos churn check format bench bench-peers db clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ test-faults: $(VENV)/.dev ## run the tests of faults: failover, poolers, shutdow
 
 chaos: $(VENV)/.dev ## break everything for a while, and audit what came of it (MINUTES=10 SEED=7)
 	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+churn: $(VENV)/.dev ## connects, cancels and errors without end: what is left of them? (MINUTES=30)
+	@$(BIN)/python -m tests.chaos.churn --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types, layers, settings table
 	$(BIN)/ruff format --check .

@@ -7,4 +7,7 @@ journal.py    what they have seen and done, told past the SDK to a server that n
 rig.py        servers, ways to them, processes     faults.py   how each fault is done
 evidence.py   all that was told and all that is stored          audit.py    what of it cannot be
 __main__.py   the command
+
+Beside it, in one process: churn.py, in which all comes and goes (`make churn MINUTES=30`), and footprint.py, which
+measures what is left.
 """
