@@ -22,6 +22,7 @@ from uuid import UUID
 import anyio
 import asyncpg
 
+from dispatch_core.driver import look_at_failed_upgrades
 from dispatch_core.errors import (
     ConfigurationError,
     ConnectionLostError,
@@ -61,6 +62,8 @@ _PUT_AWAY_SECONDS: Final = 2.0
 
 # Of a DSN with several hosts: how long one may be silent before the next is asked beside it.
 _NEXT_HOST_SECONDS: Final = 1.0
+
+look_at_failed_upgrades()
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 
