@@ -6,9 +6,10 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,6 +66,23 @@ def environment(**changes: str) -> dict[str, str]:
     """Return our environment without what is set in it for Relay Dispatch, and with `changes`."""
     prefixes = ("RELAY_", "GATEWAY_", "OUTBOX_", "DURABLE_")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)} | {"COLUMNS": "200"} | changes
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Have processes that are started in the block heed SIGINT, as those do that a person starts.
+
+    A shell without job control has what it starts in the background ignore it, and that is inherited: by us, where our
+    tests were started so, and by all that we start. Python then installs no handler.
+    """
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if is_ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if is_ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 async def spawn_cli(
