@@ -436,7 +436,7 @@ async def test_heartbeats_are_heap_only_updates(database: TestDatabase, admin: C
     # An old version goes when its page is pruned: which needs that nobody holds it back (there is no autovacuum on our
     # server, in this database or another), and nobody has the page pinned, as a checkpoint that writes it does. The
     # next one by itself is minutes away from here.
-    assert await admin.fetchval("show autovacuum") == "off"
+    assert await admin.fetchval("show autovacuum_naptime") == "24d"
     await admin.execute("checkpoint")
     async with connected(database.gateway_dsn) as gateway, connected(database.worker_dsn) as worker:
         await enqueue(gateway, 4000)
