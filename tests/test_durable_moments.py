@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import anyio
+import asyncpg
 import pytest
 
 from dispatch_core.dev.wire import Gate, Wire
@@ -310,13 +311,23 @@ async def test_a_cancellation_waits_a_second_in_all_though_each_handler_lets_its
                     break
                 following = handlers[n % 2].transaction()
                 await following.start()
-                await durable.checkpoint(handlers[n % 2], lease, 1)
+                try:
+                    await durable.checkpoint(handlers[n % 2], lease, 1)
+                except asyncpg.PostgresError as error:
+                    if error.sqlstate != "S2041":
+                        raise
+                    # The second was over just before.
+                    await following.rollback()
+                    await eventually(lambda: answers)
+                    break
                 await held.commit()
                 held = following
             assert answers, "it has waited for each of them"
         await held.commit()
     (answer,) = answers
-    assert (answer["outcome"], answer["chunks"], answer["running"]) == ("applied", chunks - 1, 1)
+    # Or two, where it was over while one handler had its chunk locked already, and the one before it still.
+    assert answer["running"] in (1, 2)
+    assert (answer["outcome"], answer["chunks"]) == ("applied", chunks - answer["running"])
     await durable.run_out(admin)
     await durable.reap(gateway)
     await durable.finish(gateway, job_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 from uuid import UUID
 
@@ -307,7 +308,7 @@ async def test_a_relay_takes_back_the_chunks_of_one_that_died(
     work = Work(gateway)
     twice, once = await work.submit(2), await work.submit(1, idempotent=False)
     assert len(await claim_by_hand(worker, 3, by="dead", lease=0.2)) == 3
-    relay = chunk_relay(database, durable={"lease_seconds": 0.5})
+    relay = chunk_relay(database, durable={"lease_seconds": 1.5})
     relay.chunk_handler(KIND)(_nothing)
     async with running(relay):
         assert (await work.end(twice)).status is JobStatus.COMPLETED
@@ -357,16 +358,19 @@ async def test_watchers_are_told_of_progress_twice_a_second_at_most(database: Te
     work = Work(gateway)
     relay = chunk_relay(database, durable=SELDOM, chunk_concurrency=1, **NEVER)
     heard: list[str] = []
+    took: list[float] = []
     channel = await work.repository.channel("durable_watch", TENANT)
     listening = await asyncpg.connect(database.gateway_dsn)
     await listening.add_listener(channel, lambda *args: heard.append(str(args[3])))
 
     @relay.chunk_handler(KIND)
     async def handler(ctx: ChunkContext) -> None:
+        began = time.monotonic()
         for row in range(40):
             ctx.advance()
             await ctx.save_checkpoint(row)
             await asyncio.sleep(0.025)
+        took.append(time.monotonic() - began)
 
     async with running(relay):
         job_id = await work.submit(1)
@@ -375,8 +379,8 @@ async def test_watchers_are_told_of_progress_twice_a_second_at_most(database: Te
         await work.end(job_id)
     await listening.close()
     assert {UUID(hex=text) for payload in heard for text in payload.split(",")} == {job_id}
-    # Sealed, ended, the last ring of the relay; and in between, a second long, twice a second.
-    assert len(heard) <= 8
+    # Sealed, ended, the last ring of the relay; and in between, a second long as a rule, twice a second.
+    assert len(heard) <= 3 + 2 * took[0] + 3
 
 
 async def test_a_job_that_moves_again_while_a_pause_lasts_is_told_of_after_it() -> None:

@@ -335,20 +335,20 @@ async def test_a_transaction_may_outlast_the_lease_while_it_saves_checkpoints(
 ) -> None:
     work = Work(gateway)
     job_id = await work.submit(1)
-    relay = chunk_relay(database, durable={"lease_seconds": 2.0, "heartbeat_seconds": 0.4})
+    relay = chunk_relay(database, durable={"lease_seconds": 3.0, "heartbeat_seconds": 1.0})
 
     @relay.chunk_handler(KIND)
     async def handler(ctx: ChunkContext) -> None:
         async with ctx.transaction() as conn:
-            for n in range(7):
+            for n in range(9):
                 await conn.execute("insert into public.imported values ($1)", n)
                 await ctx.save_checkpoint(n)
-                await anyio.sleep(0.35)
+                await anyio.sleep(0.4)
             assert not ctx.stopping
 
     async with running(relay):
         assert (await work.end(job_id)).status is JobStatus.COMPLETED
-    assert await rows() == list(range(7))
+    assert await rows() == list(range(9))
     assert ((await work.chunk(job_id)).attempts, relay.metrics.chunks_lost) == (1, 0)
 
 
@@ -390,7 +390,7 @@ async def test_codecs_of_a_pool_of_the_callers_are_nothing_to_the_relay(
     work = Work(gateway)
     job_id = await work.submit(3)
     async with asyncpg.create_pool(database.worker_dsn, min_size=0, max_size=4, init=_with_codecs) as pool:
-        relay = chunk_relay(database, pool=pool, durable={"heartbeat_seconds": 0.1})
+        relay = chunk_relay(database, pool=pool, durable={"heartbeat_seconds": 0.3})
 
         @relay.chunk_handler(KIND)
         async def handler(ctx: ChunkContext) -> str:

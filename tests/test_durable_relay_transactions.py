@@ -210,7 +210,7 @@ async def test_in_the_callers_own_transaction_checkpoint_and_completion_come_wit
 ) -> None:
     work = Work(gateway)
     job_id = await work.submit(1)
-    relay = chunk_relay(database, durable={"heartbeat_seconds": 0.1})
+    relay = chunk_relay(database, durable={"heartbeat_seconds": 0.3})
     own = await asyncpg.connect(database.worker_dsn)
     seen: list[Any] = []
 

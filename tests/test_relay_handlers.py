@@ -16,6 +16,7 @@ from dispatch_core.errors import ConnectionLostError, SchemaMismatchError, Tenan
 from dispatch_core.models import DispatchStatus
 from relay_sdk import DispatchJob, Reject, Reply, Retry, Snooze
 from tests.support.databases import TestDatabase
+from tests.support.eventually import HANGS
 from tests.support.relays import Jobs, new_relay, running
 
 SUCCEEDED, FAILED, EXPIRED = DispatchStatus.SUCCEEDED, DispatchStatus.FAILED, DispatchStatus.EXPIRED
@@ -510,11 +511,12 @@ async def test_a_thread_keeps_its_slot_until_it_really_ends(database: TestDataba
     release = threading.Event()
     relay = new_relay(database, concurrency=2)
 
-    @relay.handler("Do", timeout=0.1)
+    # Time enough for a thread to begin, and for the later ones to end.
+    @relay.handler("Do", timeout=0.6)
     def handler(job: DispatchJob) -> Reply:
         running_now.append(1)
         most.append(len(running_now))
-        release.wait(10)
+        release.wait(HANGS)
         running_now.pop()
         return Reply()
 

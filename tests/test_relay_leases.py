@@ -45,7 +45,7 @@ class Long:
 async def test_a_job_that_outlives_its_lease_is_renewed_and_nobody_takes_it(
     database: TestDatabase, gateway: Any
 ) -> None:
-    relays = [new_relay(database, lease_seconds=1.0, sweep_seconds=0.1) for _ in range(2)]
+    relays = [new_relay(database, lease_seconds=2.0, heartbeat_seconds=0.3, sweep_seconds=0.1) for _ in range(2)]
     handlers = [Long(), Long()]
     for relay, handler in zip(relays, handlers, strict=True):
         relay.fallback(handler)
@@ -53,7 +53,7 @@ async def test_a_job_that_outlives_its_lease_is_renewed_and_nobody_takes_it(
     async with running(*relays):
         ids = await jobs.enqueue_many(4)
         await eventually(lambda: sum(len(handler.started) for handler in handlers) == 4)
-        await eventually(lambda: sum(relay.metrics.leases_renewed for relay in relays) >= 4 * 8)
+        await eventually(lambda: sum(relay.metrics.leases_renewed for relay in relays) >= 4 * 9)
         for handler in handlers:
             handler.go_on.set()
         results = await jobs.ends(ids)
@@ -80,7 +80,7 @@ async def test_a_lost_lease_cancels_the_handler_and_nothing_more_is_written(
     database: TestDatabase, gateway: Any, worker: Any, admin: Any
 ) -> None:
     """I3, C18: whoever has the job now is not disturbed, by whatever the first holder still does."""
-    relay = new_relay(database, lease_seconds=1.0, sweep_seconds=600.0, poll_seconds=600.0)
+    relay = new_relay(database, lease_seconds=4.0, sweep_seconds=600.0, poll_seconds=600.0)
     handler = Long()
     relay.fallback(handler)
     jobs = Jobs(gateway)

@@ -70,7 +70,7 @@ async def audit(admin_dsn: str, load: Load, journal: Journal) -> None:
         async def all_ended() -> bool:
             return not await admin.fetchval("select exists (select from relay.s2r_relay_dispatch_queue)")
 
-        await eventually(all_ended, 20, 0.1, message="the end of every job")
+        await eventually(all_ended, 60, 0.1, message="the end of every job")
         rows = await admin.fetch(
             "select q.job_id, r.status, r.attempt, r.error_code from relay.s2r_relay_dispatch_request q"
             " left join relay.s2r_relay_dispatch_result r on r.tenant_id = q.tenant_id and r.job_id = q.job_id"
