@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -41,7 +42,8 @@ from dispatch_core.errors import (
     TenancyUnboundError,
     UnknownJobError,
 )
-from dispatch_core.hosts import Host, accepted, hosts_of, names_target, ordered
+from dispatch_core.hosts import Host, accepted, hosts_of, ordered, target_of
+from dispatch_core.pacing import Pace, pace_of
 
 __all__ = [
     "Connection",
@@ -92,6 +94,15 @@ up, database dropped, idle session timeout; with class 08 and 53"""
 
 _NEVER_STARTED: Final = frozenset({"08001", "08004", "53300", "57P03"})
 """could not connect, connection rejected, too many connections, cannot connect now: no statement was under way"""
+
+_FULL: Final = "53300"
+"""too_many_connections: the server lives, and so do the connections that we have"""
+
+_LOGIN_REFUSED: Final = ("28", "3D")
+"""Classes: invalid authorization, and no such database. Asking again does not mend it."""
+
+_READ_ONLY: Final = "25006"
+"""read_only_sql_transaction: the server is a standby, or was demoted to one"""
 
 _STALE_STATEMENT: Final = frozenset({"26000", "42P05"})
 """A prepared statement is unknown, or there already: another backend answers, as behind a transaction pooler."""
@@ -244,7 +255,7 @@ async def connect(
     with mapped_errors(connecting=True):
         try:
             with anyio.fail_after(connect_timeout + 0.5):
-                conn = await _open(
+                conn = await _open_paced(
                     dsn,
                     timeout=connect_timeout,
                     command_timeout=command_timeout,
@@ -260,14 +271,60 @@ async def connect(
     return conn
 
 
+async def _open_paced(dsn: str, *, timeout: float, **options: Any) -> Connection:
+    """Connect when it is this process's turn to try (D156); see `pacing`."""
+    pace = pace_of(dsn)
+
+    async def attempt(proves: bool) -> Connection:
+        try:
+            conn = await _open(dsn, timeout=timeout, **options)
+        except (OSError, EOFError) as error:
+            raise _unreached(dsn, error) from error
+        if proves:
+            await _prove(conn, pace, timeout)
+        return conn
+
+    return await pace.run(attempt, until=time.monotonic() + timeout, again=_again, refuses=_refuses_login)
+
+
+async def _prove(conn: Connection, pace: Pace, timeout: float) -> None:
+    """Have a new connection answer a statement; it is cut where it does not."""
+    try:
+        # A pooler takes connections also while there is no server behind it.
+        with anyio.fail_after(timeout):
+            await conn.execute("select 1")
+        if pace.must_write and takes_no_writes(conn):
+            raise DatabaseUnavailableError("the server takes no writes", sqlstate=_READ_ONLY)
+    except BaseException:
+        conn.terminate()
+        raise
+
+
+def _again(error: Exception) -> Exception:
+    """Return an error of its own for each who waited for one try."""
+    ours = error if isinstance(error, RelayDispatchError) else translate(error, connecting=True)
+    if isinstance(ours, DatabaseError):
+        return type(ours)(str(ours), sqlstate=ours.sqlstate)
+    return DatabaseUnavailableError(f"PostgreSQL could not be reached: {error}") if ours is None else ours
+
+
+def _refuses_login(error: Exception) -> bool:
+    return (getattr(error, "sqlstate", None) or "")[:2] in _LOGIN_REFUSED
+
+
+def takes_no_writes(conn: Connection) -> bool:
+    """Tell whether the server says of itself that it is a standby, or was made read only; it says so unasked."""
+    said = conn.get_settings()
+    return any(getattr(said, name, "off") == "on" for name in ("in_hot_standby", "default_transaction_read_only"))
+
+
 async def _open(dsn: str, *, timeout: float, **options: Any) -> Connection:
     """Connect as the driver does; but of several hosts none, however silent, keeps us from the others (D128)."""
-    hosts = hosts_of(dsn)
+    target, hosts = target_of(dsn), hosts_of(dsn)
     if not hosts:
         return await asyncpg.connect(dsn, timeout=timeout, **options)
-    if not names_target(dsn):
-        # The driver's own default takes a standby, which refuses whatever we say.
-        options["target_session_attrs"] = "read-write"
+    # The driver's own default takes a standby too, which refuses whatever we say.
+    options["target_session_attrs"] = "read-write" if pace_of(dsn).must_write else target or "read-write"
     found: Connection | None = None
     fault: Exception | None = None
     failed: dict[Host, Exception] = {}
@@ -318,7 +375,10 @@ async def _open(dsn: str, *, timeout: float, **options: Any) -> Connection:
 async def _open_for_pool(dsn: str, *, loop: object, **options: Any) -> Connection:
     """Connect for a pool of the driver's, which names the event loop too."""
     del loop  # the one that runs
-    return await _open(dsn, **options)
+    try:
+        return await _open(dsn, **options)
+    except (OSError, EOFError) as error:
+        raise _unreached(dsn, error) from error
 
 
 def _why(hosts: tuple[Host, ...], failed: dict[Host, Exception]) -> str:
@@ -480,8 +540,9 @@ class Lent:
                 await database._put_away(kept)
             return False
         ours = translate(error)
-        if isinstance(ours or error, DatabaseUnavailableError):
-            await database._retire(kept)
+        lost = ours or error
+        if isinstance(lost, DatabaseUnavailableError):
+            await database._retire(kept, lost)
         await database._put_away(kept)
         if ours is not None:
             raise ours from error
@@ -554,11 +615,15 @@ class Database:
         self._waiters: deque[asyncio.Future[_Kept | None]] = deque()
         self._places = 0
         """How many connections are lent, kept, or being opened."""
+        self._opening = 0
+        """How many of them are being opened."""
         self._generation = 0
         """How often connections have been retired; those of before are not used again."""
         self.opened = 0
         """How many connections were opened: each may lead to another server than those before, after a failover. Of a
         pool of the caller's, where that is not seen, how many were lent."""
+        # Another one in `async with`: that which all have who use this DSN.
+        self._pace = Pace()
         self._silent_until = 0.0
         """The database has let us wait for the whole of the time that putting a connection away may take."""
 
@@ -573,6 +638,8 @@ class Database:
         database._dsn = None
         database._pool = pool
         database._owns_pool = False
+        # How its connections are opened is its owner's. That nobody is free there says nothing of the server.
+        database._pace = Pace(silence_counts=False)
         return database
 
     async def __aenter__(self) -> Self:
@@ -584,6 +651,7 @@ class Database:
             return self
         if self._pool is not None:
             raise ConfigurationError("this Database is open already")
+        self._pace = pace_of(self._dsn or "")
         with mapped_errors(connecting=True):
             try:
                 pool = asyncpg.create_pool(
@@ -604,7 +672,7 @@ class Database:
                 first: list[_Kept] = []
 
                 async def open_one() -> None:
-                    first.append(_Kept(pool, cast("Connection", await pool.acquire()), self._generation))
+                    first.append(_Kept(pool, await self._acquire(pool, self._connect_timeout), self._generation))
 
                 try:
                     with anyio.fail_after(self._connect_timeout + 0.5):
@@ -662,6 +730,11 @@ class Database:
         return not self._owns_pool
 
     @property
+    def is_away(self) -> bool:
+        """Whether there is no connection, and the last try to open one has failed."""
+        return self._pace.failures > 0 and self._places <= self._opening
+
+    @property
     def command_timeout(self) -> float:
         """Seconds for one statement."""
         return self._command_timeout
@@ -715,24 +788,57 @@ class Database:
         if pool is None:
             raise DatabaseUnavailableError("this Database is not open")
         seconds = self._connect_timeout if within is None else min(within, self._connect_timeout)
+        until = time.monotonic() + seconds
         # Not acquire's own timeout, which takes a task for each call.
         with mapped_errors(connecting=True), anyio.move_on_after(seconds):
-            if self._owns_pool and self._places >= self._max_size:
-                kept = await self._wait_for_place()
+            while True:
+                if self._owns_pool and (self._places >= self._max_size or self._is_full()):
+                    # Not for long where there may be room for one more by then.
+                    patience = math.inf if self._places >= self._max_size else self._pace.pause_seconds()
+                    with anyio.move_on_after(patience) as no_place:
+                        kept = await self._wait_for_place()
+                        if kept is not None:
+                            return kept
+                    if no_place.cancelled_caught:
+                        self._places += 1
+                else:
+                    self._places += 1
+                self._opening += 1
+                # From before: what retires connections meanwhile means this one too.
+                generation = self._generation
+                try:
+                    conn = await self._acquire(pool, until - time.monotonic())
+                    self.opened += not self._owns_pool
+                    return _Kept(pool, conn, generation)
+                except BaseException:
+                    self._give_up_place()
+                    if not self._owns_pool or not self._is_full():
+                        raise
+                finally:
+                    self._opening -= 1
+                kept = self._take()
                 if kept is not None:
                     return kept
-            else:
-                self._places += 1
-            # From before: what retires connections meanwhile means this one too.
-            generation = self._generation
-            try:
-                conn = await pool.acquire()
-                self.opened += not self._owns_pool
-                return _Kept(pool, conn, generation)
-            except BaseException:
-                self._give_up_place()
-                raise
-        raise DatabaseUnavailableError("no connection was free, or could be opened, in time; nothing was sent")
+        raise DatabaseUnavailableError(f"no connection was free, or could be opened, in time{self._why_not()}")
+
+    def _is_full(self) -> bool:
+        """Whether the server takes no more from us, and we have some that will come back."""
+        return self._places > self._opening and getattr(self._pace.last_error, "sqlstate", None) == _FULL
+
+    async def _acquire(self, pool: Any, within: float) -> Connection:
+        """Take a connection of the driver's pool, which mostly opens one: when it is our turn to try (D156)."""
+
+        async def attempt(proves: bool) -> Connection:
+            conn = cast("Connection", await pool.acquire())
+            if proves and self._owns_pool:
+                await _prove(conn, self._pace, self._connect_timeout)
+            return conn
+
+        return await self._pace.run(attempt, until=time.monotonic() + within, again=_again, refuses=_refuses_login)
+
+    def _why_not(self) -> str:
+        why = self._pace.last_error
+        return f"; nothing was sent (the last try: {_again(why)})" if why is not None else "; nothing was sent"
 
     async def _wait_for_place(self) -> _Kept | None:
         """Wait for a connection that somebody gives back, or (None) for leave to open one."""
@@ -799,8 +905,9 @@ class Database:
                 self._silent_until = time.monotonic() + _PUT_AWAY_SECONDS
             self._give_up_place()
 
-    async def _retire(self, broken: _Kept) -> None:
+    async def _retire(self, broken: _Kept, lost: DatabaseUnavailableError) -> None:
         """Cut a connection that may be broken, and see to it that none of its age is used again."""
+        self._pace.suspect(must_write=lost.sqlstate == _READ_ONLY)
         with contextlib.suppress(asyncpg.InterfaceError):
             # asyncpg takes a connection back by itself when it sees it close.
             broken.conn.terminate()

@@ -12,10 +12,15 @@ import re
 from typing import Final, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-__all__ = ["Host", "accepted", "hosts_of", "names_target", "ordered"]
+from dispatch_core.errors import ConfigurationError
+
+__all__ = ["TARGETS", "Host", "accepted", "hosts_of", "ordered", "target_of"]
 
 Host: TypeAlias = tuple[str, int]
 """Name or address, or directory of a Unix socket; and port."""
+
+TARGETS: Final = ("read-write", "primary", "any")
+"""Values of target_session_attrs that lead, or may lead, to a server that takes writes."""
 
 _DEFAULT_PORT: Final = 5432
 _BRACKETED: Final = re.compile(r"\[([^\]]+)\](?::(\d+))?")
@@ -58,9 +63,20 @@ def _host(text: str, port: int) -> Host:
     return name, int(own or port)
 
 
-def names_target(dsn: str) -> bool:
-    """Tell whether a DSN says which kind of server it wants."""
-    return "target_session_attrs" in dict(parse_qsl(urlsplit(dsn).query, keep_blank_values=True))
+def target_of(dsn: str) -> str | None:
+    """Return which kind of server a DSN asks for; None where it does not say.
+
+    Raises: ConfigurationError for one that is no target of ours, because everything here writes, LISTEN included.
+    """
+    try:
+        target = dict(parse_qsl(urlsplit(dsn).query, keep_blank_values=True)).get("target_session_attrs")
+    except ValueError:
+        return None  # no DSN at all, as whoever uses it will say
+    if target is not None and target not in TARGETS:
+        raise ConfigurationError(
+            f"target_session_attrs in the DSN must be one of {', '.join(TARGETS)}: a standby takes no work"
+        )
+    return target
 
 
 def ordered(hosts: tuple[Host, ...]) -> list[Host]:

@@ -42,7 +42,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from dispatch_core.backoff import Backoff
-from dispatch_core.database import close_connection, connect, mapped_errors
+from dispatch_core.database import close_connection, connect, mapped_errors, takes_no_writes
 from dispatch_core.errors import (
     ConfigurationError,
     ConnectionLostError,
@@ -51,6 +51,7 @@ from dispatch_core.errors import (
     RelayDispatchError,
 )
 from dispatch_core.listening import MAX_NAME_BYTES, Echo, ListeningConnection, quoted
+from dispatch_core.pacing import pace_of
 
 __all__ = ["MAX_CHANNELS", "Listener", "ListenerState"]
 
@@ -74,11 +75,6 @@ from pg_catalog.pg_stat_activity as a
 where a.application_name = $1 and a.pid <> pg_catalog.pg_backend_pid()
   and a.usename = session_user and a.datname = pg_catalog.current_database()
 """
-
-
-def _takes_no_writes(conn: ListeningConnection) -> bool:
-    # The server says so with the first answer after it was told to, unasked.
-    return getattr(conn.get_settings(), "default_transaction_read_only", "off") == "on"
 
 
 def _read_only() -> ConnectionLostError:
@@ -222,7 +218,7 @@ class Listener:
             try:
                 with mapped_errors():
                     rows: list[Any] = await conn.fetch(sql, *args, timeout=self._probe_seconds + self._probe_timeout)
-                if _takes_no_writes(conn):
+                if takes_no_writes(conn):
                     raise _read_only()  # a ring that nobody hears
                 return rows
             except DatabaseUnavailableError as error:
@@ -248,6 +244,8 @@ class Listener:
         Raises: ConfigurationError for a DSN that is none.
         """
         started = False
+        # Kept as long as this runs, so that the tries of now are spaced by those of before.
+        pace = pace_of(self._dsn)
 
         def first_try_is_over() -> None:
             nonlocal started
@@ -269,7 +267,8 @@ class Listener:
                         self._become("degraded", error)
                     delay = self._backoff.next()
                 first_try_is_over()
-                await anyio.sleep(delay)
+                with anyio.move_on_after(delay):
+                    await pace.until_open()  # somebody else of this process has found the server back
         finally:
             self._become("stopped", None)
 
@@ -351,7 +350,7 @@ class Listener:
         with mapped_errors():
             await conn.listen([self._echo.channel], self._on_notification)
             sender = await self._echo.ring(conn)
-        if _takes_no_writes(conn):
+        if takes_no_writes(conn):
             raise _read_only()
         self.backend_pid = sender
         if sender == conn.get_server_pid():

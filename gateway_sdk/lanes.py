@@ -188,6 +188,11 @@ class Lanes:
         self.poll = TenantLanes[Asker, Polled](start_soon, self._make_poll)
         self.expire = TenantLanes[Withdrawal, int](start_soon, self._make_expire)
 
+    @property
+    def are_cut_off(self) -> bool:
+        """Whether the database is known to be away: what they have to ask waits for the next try to connect."""
+        return self._database.is_away
+
     def drop_idle(self) -> None:
         for lanes in (self.enqueue, self.poll, self.expire):
             lanes.drop_idle()

@@ -262,7 +262,7 @@ class ResultWaiter:
             outcome: Outcome = job.expired
         elif job.error is not None:
             outcome = for_job(job.error, job.job_id)
-        elif job.storing or job.is_silent(0.0 if wait.is_look else _SILENCE_SECONDS):
+        elif job.storing or job.is_silent(0.0 if wait.is_look else _SILENCE_SECONDS) or self._lanes.are_cut_off:
             outcome = _no_answer(job)
         else:
             outcome = WaitTimeoutError(job_id=job.job_id)
@@ -282,7 +282,7 @@ class ResultWaiter:
         self._set_timer(job, max(0.001, deadline - time.monotonic()), self._reached)
 
     def _reached(self, job: Job) -> None:
-        if job.storing or job.is_silent(_SILENCE_SECONDS):
+        if job.storing or job.is_silent(_SILENCE_SECONDS) or self._lanes.are_cut_off:
             self._give_up(job)
             return
         job.at_deadline = True

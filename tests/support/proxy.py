@@ -216,6 +216,15 @@ class TcpProxy:
         cut, self._answer_to_cut = self._answer_to_cut[1], None
         return cut
 
+    def refuse(self) -> None:
+        """Cut what there is, and listen no more: whoever connects is refused by the kernel."""
+        self._server.close()
+        self.reset_all()
+
+    async def listen(self) -> None:
+        """Take connections again on the same port, after `refuse`."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()

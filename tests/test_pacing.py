@@ -1,0 +1,207 @@
+"""Tries to connect are spaced by one place, however many wait for a connection; without a server, and with one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+import asyncpg
+import pytest
+
+from dispatch_core.database import Database, connect
+from dispatch_core.errors import DatabaseError, DatabaseUnavailableError
+from dispatch_core.pacing import Pace, pace_of
+from tests.support.databases import TestDatabase
+from tests.support.eventually import eventually
+from tests.support.proxy import TcpProxy
+
+
+class Server:
+    """What is tried: says no, or is silent, or opens; and counts."""
+
+    def __init__(self, *, cap: float = 0.05) -> None:
+        self.pace = Pace(0.001, cap)
+        self.patience = 60.0
+        self.says: Exception | None = DatabaseUnavailableError("away")
+        self.silent: anyio.Event | None = None
+        self.proofs: list[bool] = []
+        self.at_once = 0
+        self.most_at_once = 0
+
+    async def attempt(self, proves: bool) -> str:
+        self.proofs.append(proves)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await anyio.lowlevel.checkpoint()
+            if self.silent is not None:
+                await self.silent.wait()
+            if self.says is not None:
+                raise self.says
+            return "open"
+        finally:
+            self.at_once -= 1
+
+    async def ask(self) -> str:
+        return await self.pace.run(
+            self.attempt,
+            until=time.monotonic() + self.patience,
+            again=lambda error: type(error)(str(error)),
+            refuses=lambda error: "login" in str(error),
+        )
+
+
+async def asked_by(count: int, ask: Callable[[], object]) -> Counter[str]:
+    answers: Counter[str] = Counter()
+
+    async def one() -> None:
+        try:
+            answers[str(await ask())] += 1  # type: ignore[misc]
+        except DatabaseError as error:
+            answers[str(error)] += 1
+
+    async with anyio.create_task_group() as group:
+        for _ in range(count):
+            group.start_soon(one)
+    return answers
+
+
+async def test_while_all_is_well_everybody_connects_beside_each_other_and_nothing_is_proven() -> None:
+    server = Server()
+    server.says = None
+    assert await asked_by(10, server.ask) == {"open": 10}
+    assert server.most_at_once == 10
+    assert server.proofs == [False] * 10
+
+
+async def test_of_many_who_wait_in_an_outage_one_tries_and_all_hear_how_it_ended() -> None:
+    server = Server()
+    with pytest.raises(DatabaseUnavailableError):
+        await server.ask()
+    server.proofs.clear()
+    server.most_at_once = 0
+    assert await asked_by(64, server.ask) == {"away": 64}
+    # The first of them had its turn before the others came, who then heard of the next one.
+    assert server.most_at_once == 1
+    assert len(server.proofs) <= 2
+
+
+async def test_tries_beside_each_other_that_fail_together_are_one_failure() -> None:
+    server = Server()
+    await asked_by(10, server.ask)
+    assert server.pace.failures == 1
+    assert server.pace.tries == 10
+
+
+async def test_the_first_try_that_succeeds_lets_everybody_go_on_at_once() -> None:
+    server = Server(cap=60)
+    with pytest.raises(DatabaseUnavailableError):
+        await server.ask()
+    server.says = None
+    server.silent = anyio.Event()
+    server.proofs.clear()
+    async with anyio.create_task_group() as group:
+        for _ in range(20):
+            group.start_soon(server.ask)
+        group.start_soon(server.pace.until_open)
+        await eventually(lambda: len(server.proofs) == 1)
+        server.silent.set()
+    assert server.proofs == [True] + [False] * 19
+    assert not server.pace.is_held
+
+
+async def test_nobody_hears_of_a_failure_that_is_older_than_the_question() -> None:
+    server = Server()
+    for _ in range(5):
+        with pytest.raises(DatabaseUnavailableError):
+            await server.ask()
+    server.says = None
+    assert await server.ask() == "open"
+
+
+async def test_who_would_wait_for_the_next_try_with_half_of_his_time_is_told_at_once() -> None:
+    server = Server()
+    with pytest.raises(DatabaseUnavailableError):
+        await server.ask()
+    server.pace._not_before = time.monotonic() + 60
+    server.patience = 90
+    with anyio.fail_after(10), pytest.raises(DatabaseUnavailableError):
+        await server.ask()
+    assert server.pace.tries == 1
+
+
+async def test_a_try_that_is_given_up_leaves_its_turn_to_the_next_and_counts() -> None:
+    server = Server()
+    with pytest.raises(DatabaseUnavailableError):
+        await server.ask()
+    server.silent = anyio.Event()
+    with anyio.move_on_after(0.01):
+        await server.ask()
+    assert server.pace.failures == 2
+    server.silent, server.says = None, None
+    assert await server.ask() == "open"
+
+
+async def test_a_caller_in_haste_says_nothing_of_a_server_that_was_well() -> None:
+    server = Server()
+    server.silent = anyio.Event()
+    with anyio.move_on_after(0.01):
+        await server.ask()
+    assert not server.pace.is_held
+
+
+async def test_a_refused_login_is_told_at_once_and_seldom_tried() -> None:
+    server = Server()
+    server.says = DatabaseError("login refused")
+    for _ in range(2):
+        with pytest.raises(DatabaseError):
+            await server.ask()
+    # Now there is a pause; how long, chance decides.
+    server.pace._not_before = time.monotonic() + 60
+    tries = server.pace.tries
+    assert await asked_by(100, server.ask) == {"login refused": 100}
+    assert server.pace.tries == tries
+
+
+async def test_after_a_lost_connection_the_next_is_proven_before_others_follow(database: TestDatabase) -> None:
+    async with Database(database.gateway_dsn, max_size=4) as pool, anyio.create_task_group() as group:
+        pace = pace_of(database.gateway_dsn)
+        with pytest.raises(DatabaseUnavailableError):
+            await pool.execute("select pg_terminate_backend(pg_backend_pid())")
+        assert pace.is_held
+        for _ in range(4):
+            group.start_soon(pool.execute, "select pg_sleep(0.05)")
+        await eventually(lambda: not pace.is_held)
+    assert pace.failures == 0
+
+
+async def test_a_pool_that_cannot_grow_lends_what_it_has(database: TestDatabase, admin: asyncpg.Connection) -> None:
+    """53300: the server takes no more of this login, and those that it has taken work on."""
+    login = await admin.fetchval("select rolname from pg_roles where rolname like 'relay%gateway%' and rolcanlogin")
+    async with Database(database.gateway_dsn, min_size=2, max_size=10) as pool:
+        await admin.execute(f'alter role "{login}" connection limit 2')
+        try:
+            answers = await asked_by(64, lambda: pool.execute("select 1"))
+        finally:
+            await admin.execute(f'alter role "{login}" connection limit -1')
+        assert set(answers) == {str(await pool.execute("select 1"))}
+        assert pool.opened == 2
+
+
+async def test_listener_and_pool_and_single_connections_of_one_dsn_are_paced_together(database: TestDatabase) -> None:
+    async with TcpProxy.before(database.gateway_dsn) as way:
+        dsn = way.dsn(database.gateway_dsn)
+        async with Database(dsn, max_size=2) as pool:
+            pace = pace_of(dsn)
+            way.mode = "reset"
+            with pytest.raises(DatabaseUnavailableError):
+                await pool.execute("select 1")
+            with pytest.raises(DatabaseUnavailableError):
+                await connect(dsn)
+            assert pace.failures == 1
+            way.mode = "pass"
+            await pool.execute("select 1")
+            assert not pace.is_held
