@@ -111,6 +111,7 @@ async def test_whoever_sees_the_new_status_sees_its_event(database: TestDatabase
             assert abs(types.count("paused") - types.count("resumed")) <= 1
 
 
+@pytest.mark.case("C22")
 async def test_events_of_one_transaction_are_in_its_order_and_of_no_equal_number(
     gateway: Connection, worker: Connection
 ) -> None:

@@ -320,6 +320,7 @@ async def test_nothing_of_the_connection_is_changed(stores: Stores, gateway: Con
     assert await worker.fetchval("select current_setting('relay.tenant', true)") in (None, "")
 
 
+@pytest.mark.case("C05")
 async def test_behind_a_transaction_pooler_it_is_all_the_same(stores: Stores, database: TestDatabase) -> None:
     async with (
         FakePooler.before(database.gateway_dsn, mode="swap") as gateways,

@@ -87,6 +87,7 @@ async def test_a_sink_that_waits_for_the_writer_of_the_next_event_of_its_key_is_
 # --- somebody else's connection -----------------------------------------------------------------
 
 
+@pytest.mark.case("C05")
 @pytest.mark.kind("somebody else's connection and codecs")
 @pytest.mark.parametrize("mode", ["swap", "sticky"])
 async def test_behind_a_transaction_pooler_an_event_is_written_in_the_transaction_and_leaves_no_setting(

@@ -705,6 +705,7 @@ async def _gone(admin: Connection) -> bool:
     return await admin.fetchval(f"select count(*) = 0 from {OUTBOX}")
 
 
+@pytest.mark.case("C30")
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
 async def test_a_drain_that_is_stopped_gives_back_what_it_has_claimed(
     database: TestDatabase, admin: Connection, gateway: Connection, tmp_path: Path, by: signal.Signals

@@ -155,6 +155,7 @@ async def test_one_that_is_told_its_tenants_listens_for_these(
     assert sorted(sink.payloads) == ["a", "b"]
 
 
+@pytest.mark.case("C05")
 async def test_behind_a_transaction_pooler_it_says_so_once_and_polls(
     database: TestDatabase,
     admin: Connection,

@@ -266,6 +266,7 @@ async def test_names_delays_and_messages_are_checked_before_any_sql(gateway: Con
         assert await gateway.fetchval("select 1") == 1
 
 
+@pytest.mark.case("C08")
 async def test_many_events_of_any_size_keep_their_order_and_their_ids(admin: Connection, gateway: Connection) -> None:
     messages = [OutboxMessage(KIND, [n, "x" * 500_000], key=f"k{n % 3}") for n in range(20)]
     async with gateway.transaction():

@@ -350,6 +350,7 @@ async def test_a_withdrawal_is_heard_at_every_point_of_a_jobs_life(
 # --- nothing is held while a handler runs ----------------------------------------------------------------------------
 
 
+@pytest.mark.case("C14")
 @pytest.mark.invariant("I7")
 async def test_no_connection_or_transaction_is_held_while_handlers_run(
     database: TestDatabase, gateway: Any, admin: Any

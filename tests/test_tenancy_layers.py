@@ -209,6 +209,7 @@ async def test_the_explicit_predicate_alone_keeps_a_login_that_bypasses_row_secu
 # --- row security, met directly -----------------------------------------------------------------
 
 
+@pytest.mark.case("C39")
 async def test_a_plain_login_with_raw_rights_meets_its_own_tenants_rows_and_an_error_without_one(
     database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
 ) -> None:
