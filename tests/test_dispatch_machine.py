@@ -131,6 +131,16 @@ class Game(RuleBasedStateMachine):
     def more_jobs(self, tenant: int, count: int, **options: Any) -> Any:
         return self.enqueued(tenant, count, **options)
 
+    @initialize(target=names, tenant=TENANTS, **NEW)
+    def first_keyed_job(self, tenant: int, **options: Any) -> Any:
+        return self.enqueued_keyed(tenant, "k1", **options)
+
+    @initialize(target=names, tenant=TENANTS, **NEW)
+    def first_late_job(self, tenant: int, **options: Any) -> Any:
+        (name,) = self.enqueued(tenant, 1, **options).values
+        self.let_be_late(name)
+        return name
+
     # --- gateways -------------------------------------------------------------------------------------
 
     @rule(target=names, tenant=TENANTS, count=st.integers(1, 3), **NEW)
@@ -182,9 +192,31 @@ class Game(RuleBasedStateMachine):
 
     @rule(target=names, tenant=TENANTS, key=st.sampled_from(("k1", "k2")), **NEW)
     def enqueue_keyed(self, tenant: int, key: str, **options: Any) -> Any:
+        return self.enqueued_keyed(tenant, key, **options)
+
+    def enqueued_keyed(self, tenant: int, key: str, **options: Any) -> Any:
         number, row = self.new_row(self.tenants[tenant], **options)
         row.idempotency_key = key
         return self.stored_by_key(self.tenants[tenant], number, row)
+
+    @rule(turn=st.integers(0, 3), differs=st.sampled_from(("", "", "relay", "body", "max_attempts")))
+    def use_a_key_again(self, turn: int, differs: str) -> None:
+        """For the same request, made anew, or for one that differs in one thing."""
+        if not self.model.keys:  # they were purged
+            return
+        (tenant, key), (_, digest) = list(self.model.keys.items())[turn % len(self.model.keys)]
+        relay, body, max_attempts = digest
+        number, row = self.new_row(
+            tenant,
+            RELAYS[relay == RELAYS[0]] if differs == "relay" else relay,
+            body + b"!" if differs == "body" else body,
+            max_attempts + 1 if differs == "max_attempts" else max_attempts,
+            delayed=False,
+        )
+        row.idempotency_key = key
+        self.stored_by_key(tenant, number, row)
+        # It was no job, and nobody is to send it again as one.
+        self.numbers[tenant] -= 1
 
     def stored_by_key(self, tenant: str, number: int, row: EnqueueRow) -> Any:
         async def said() -> tuple[UUID, bool] | None:
@@ -439,9 +471,7 @@ class Game(RuleBasedStateMachine):
         name = name if name in some else some[turn % len(some)]
         job = self.model.jobs[name]
         if what == "deadline":
-            for table in (QUEUE, REQUEST):
-                self.move(f"update {table} set expires_at = clock_timestamp() - interval '1 ms'", name)
-            job.late = True
+            self.let_be_late(name)
         elif what == "delay":
             self.move(f"update {QUEUE} set available_at = clock_timestamp() - interval '1 hour'", name)
             job.due = self.model.moment()
@@ -451,6 +481,11 @@ class Game(RuleBasedStateMachine):
         else:
             self.move(f"update {REQUEST} set request_headers = '[1]'", name)
             job.malformed = True
+
+    def let_be_late(self, name: Name) -> None:
+        for table in (QUEUE, REQUEST):
+            self.move(f"update {table} set expires_at = clock_timestamp() - interval '1 ms'", name)
+        self.model.jobs[name].late = True
 
     @staticmethod
     def may(what: str, job: Job) -> bool:
@@ -661,7 +696,7 @@ def test_gateways_holders_and_sweeps_in_any_order_do_what_the_model_says(
             run_state_machine_as_test(
                 from_seed(seed)(Game),
                 settings=settings(
-                    max_examples=600 if is_long else 60,
+                    max_examples=600 if is_long else 30,
                     stateful_step_count=80 if is_long else 45,
                     deadline=None,
                     database=None,
@@ -672,6 +707,7 @@ def test_gateways_holders_and_sweeps_in_any_order_do_what_the_model_says(
             )
         finally:
             Game.stage.run(Game.stage.close())
+            print(f"games: {Game.stage.games}")
     seen = Game.stage.seen
     for what, times in sorted(seen.items()):
         print(f"{times:6} {what}")

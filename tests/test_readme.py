@@ -20,10 +20,10 @@ from tests.support.databases import TestDatabase
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = {
-    "I": README,
-    **{room: (ROOT / "docs" / page).read_text() for room, page in (("O", "outbox.md"), ("J", "durable.md"))},
+    room: (ROOT / "docs" / page).read_text()
+    for room, page in (("I", "guarantees.md"), ("O", "outbox.md"), ("J", "durable.md"))
 }
-"""Where the promises stand: those of the outbox and of durable jobs on their own pages."""
+"""Where the promises stand with their tests: those of the outbox and of durable jobs in tables, the others in parts."""
 MARKER = "<!-- example: tests/test_readme.py runs this block -->"
 
 INVARIANTS = [*(f"I{n}" for n in range(1, 11)), *(f"O{n}" for n in range(1, 5)), *(f"J{n}" for n in range(1, 8))]
@@ -38,12 +38,13 @@ def example() -> str:
 
 
 def guarantees() -> dict[str, list[str]]:
-    """Return the tests that the tables of promises name, by invariant."""
-    return {
-        invariant: TEST_ID.findall(cell)
-        for room, page in PAGES.items()
-        for invariant, cell in re.findall(rf"^\| ({room}\d+) \|.*\|([^|]*)\|$", page, re.MULTILINE)
-    }
+    """Return the tests that the pages of promises name, by invariant."""
+    parts = re.split(r"^## (I\d+)$", PAGES["I"], flags=re.MULTILINE)
+    found = {name: TEST_ID.findall(text) for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+    for room in ("O", "J"):
+        rows = re.findall(rf"^\| ({room}\d+) \|.*\|([^|]*)\|$", PAGES[room], re.MULTILINE)
+        found.update((name, TEST_ID.findall(cell)) for name, cell in rows)
+    return found
 
 
 @cache
@@ -82,8 +83,15 @@ def test_the_example_of_the_readme_is_as_short_as_it_says() -> None:
     assert len(lines) <= 20
 
 
-def test_every_invariant_has_its_row_in_the_readme_or_on_the_page_of_its_room() -> None:
+def test_every_invariant_has_its_part_of_the_page_of_its_room() -> None:
     assert list(guarantees()) == INVARIANTS
+
+
+def test_the_promises_of_the_readme_are_those_of_the_page_of_guarantees_in_the_same_words() -> None:
+    rows = re.findall(r"^\| (I\d+) \| (.*?) \| (.*?) \|$", README, re.MULTILINE)
+    parts = re.findall(r"^## (I\d+)\n\n(.*?)\. By: (.*?)\.$", PAGES["I"], re.MULTILINE)
+    assert [(name, promise[0].upper() + promise[1:], by) for name, promise, by in rows] == parts
+    assert [name for name, *_ in rows] == [name for name in INVARIANTS if name.startswith("I")]
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)
@@ -115,6 +123,16 @@ def test_every_link_within_the_project_leads_somewhere(page: str) -> None:
             place = (ROOT / page).parent / target if target else ROOT / page
             assert place.exists(), f"{page} leads to {target}, which is not there"
             assert not anchor or anchor in anchors(place), f"{page} leads to {target}#{anchor}, which is not there"
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PROSE])
+def test_every_test_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for test_id in TEST_ID.findall(text):
+        file, name = test_id.split("::")
+        assert name in marks_of(ROOT / file), f"{page} names {test_id}, which does not exist"
+    for file in re.findall(r"tests/[\w/*]+\.\w+", text):
+        assert list(ROOT.glob(file)), f"{page} names {file}, which is not there"
 
 
 def test_every_decision_has_a_number_of_its_own_and_none_that_is_referred_to_is_missing() -> None:

@@ -88,7 +88,7 @@ class Model:
 
     def __init__(self) -> None:
         self.jobs: dict[Name, Job] = {}
-        self.keys: dict[tuple[str, str], tuple[int, tuple[object, ...]]] = {}
+        self.keys: dict[tuple[str, str], tuple[int, tuple[str, bytes, int]]] = {}
         self.locked: Name | None = None
         """A row that somebody else has locked."""
         self._moments = 0

@@ -1,0 +1,46 @@
+"""A mutant: one place of a file, said in another way."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, init=False)
+class Mutant:
+    """What is replaced, in one function of one file, and what that is in words."""
+
+    file: str
+    function: str
+    """Of SQL: without the schema. Of Python: its line, or ''."""
+    name: str
+    changes: tuple[tuple[str, str], ...]
+    equivalent: str
+    """Why nothing can tell it, where nothing can; else ''."""
+
+    def __init__(self, file: str, function: str, name: str, *changes: str, equivalent: str = "") -> None:
+        pairs = tuple(zip(changes[::2], changes[1::2], strict=True))
+        fields = {"file": file, "function": function, "name": name, "changes": pairs, "equivalent": equivalent}
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+
+    def text(self, root: Path) -> str:
+        """Return the changed file of those below `root`. Raises: ValueError where a text is not there, or twice."""
+        text = (root / self.file).read_text()
+        begin, end = self._place(text)
+        part = text[begin:end]
+        for old, new in self.changes:
+            if part.count(old) != 1:
+                raise ValueError(f"{self.name}: {self.file} has {part.count(old)} of {old!r} in {self.function}")
+            part = part.replace(old, new)
+        return text[:begin] + part + text[end:]
+
+    def _place(self, text: str) -> tuple[int, int]:
+        if not self.function:
+            return 0, len(text)
+        opening = f"create or replace function relay.{self.function}(" if self.file.endswith(".sql") else self.function
+        begin = text.index(opening)
+        following = r"^create or replace function " if self.file.endswith(".sql") else r"^ {0,4}(?:async )?def |^class "
+        after = re.compile(following, re.MULTILINE).search(text, begin + len(opening))
+        return begin, len(text) if after is None else after.start()

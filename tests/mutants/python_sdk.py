@@ -1,0 +1,70 @@
+"""Mutants of the SDKs, for tests/test_sdk_machine.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+_HINT = "a ring is a hint: heartbeats and polls find out too, only later"
+
+_ends = partial(Mutant, "relay_sdk/ends.py")
+_executor = partial(Mutant, "relay_sdk/executor.py")
+_heartbeat = partial(Mutant, "relay_sdk/heartbeat.py")
+_claimer = partial(Mutant, "relay_sdk/claimer.py")
+_completer = partial(Mutant, "relay_sdk/completer.py")
+_tenant = partial(Mutant, "gateway_sdk/tenant.py")
+_lanes = partial(Mutant, "gateway_sdk/lanes.py")
+_waiter = partial(Mutant, "gateway_sdk/waiter.py")
+
+MUTANTS = [
+    # --- the relay
+    _ends("def returned", "Retry gives the attempt back", "delay, isinstance(outcome, Snooze),", "delay, True,"),
+    _ends("def returned", "Snooze does not", "delay, isinstance(outcome, Snooze),", "delay, False,"),
+    _ends(
+        "def returned",
+        "who has lost the claim writes all the same",
+        "        if slot.cause is Cause.LOST:\n            return None\n",
+        "",
+        equivalent="the database refuses it, by its fence",
+    ),
+    _ends("def _error", "an error is no reason for another attempt", "again = not job.last_attempt", "again = False"),
+    _ends("def released", "what was interrupted gets its attempt back", "slot.state is RUNNING", "False"),
+    _ends("def raised", "a relay that stops fails what it interrupts", "return self.released(slot)", "pass"),
+    _executor("def cancel(", "a cancelled handler goes on", "slot.task.cancel()", "pass"),
+    _executor("def accept", "jobs take no slot", "self._slots.take_all(jobs)", "pass"),
+    _executor("def settled_all", "a slot is never free again", "self._slots.give_all(free)", "pass"),
+    _heartbeat("async def _renew(", "stale is no reason to stop", "self._cancel(slot, Cause.LOST)", "pass"),
+    _heartbeat("def ask", "a withdrawal is not asked about", "self._asked.update(job_ids)", "", equivalent=_HINT),
+    _claimer(
+        "def _next_turn", "one job more than there are slots", "self._slots.free - self", "1 + self._slots.free - self"
+    ),
+    _claimer("async def _claim(", "claims are the relay's, and no instance's", "=self._instance_id", "=self._relay_id"),
+    _completer("async def _complete(", "completions of any instance", "=self._instance_id", "=self._relay_id"),
+    _completer("async def _retry(", "what is put back is completed", ".retry(", ".complete_many("),
+    _completer(
+        "def _were_completed",
+        "nobody is told of a result",
+        "self._doorbell.ring_many_results(tenant, job_ids)",
+        "pass",
+        equivalent=_HINT,
+    ),
+    # --- the gateway
+    _tenant("async def enqueue(", "not in the caller's transaction", "if conn is not None", "if False"),
+    _tenant("async def enqueue(", "the key is left out", "if row.idempotency_key is not None", "if False"),
+    _tenant("async def poll_status", "any tenant is asked for", "lanes.poll[self._tenant]", 'lanes.poll["a"]'),
+    _tenant("async def mark_expired", "any tenant's is withdrawn", "lanes.expire[self._tenant]", 'lanes.expire["a"]'),
+    _lanes("async def _send_expire", "always withdrawn", "1 if job_id in withdrawn else 0", "1"),
+    _lanes("async def _send_expire", "withdrawn twice", "withdrawn.discard(job_id)", "pass"),
+    _lanes(
+        "async def _send_expire",
+        "no handler is told of a withdrawal",
+        "self._doorbell.ring_cancel(tenant, job.relay_id, job.job_id)",
+        "pass",
+        equivalent=_HINT,
+    ),
+    _waiter(
+        "def on_timed_out", "whose time is over has a result", "outcome = WaitTimeoutError", "outcome = UnknownJobError"
+    ),
+    _waiter("def on_polled", "an unknown job is waited for", "if result is None:", "if False:"),
+]

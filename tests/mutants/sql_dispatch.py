@@ -1,0 +1,238 @@
+"""Mutants of the dispatch room's functions, for tests/test_dispatch_machine.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant
+
+_enqueue = partial(Mutant, "migrations/functions/30_dispatch_enqueue.sql")
+_claim = partial(Mutant, "migrations/functions/31_dispatch_claim.sql")
+_settle = partial(Mutant, "migrations/functions/32_dispatch_settle.sql")
+_read = partial(Mutant, "migrations/functions/33_dispatch_read.sql")
+_end = partial(Mutant, "migrations/functions/34_dispatch_end.sql")
+_rows = partial(Mutant, "migrations/functions/25_dispatch_rows.sql")
+_tenancy = partial(Mutant, "migrations/functions/10_tenancy.sql")
+
+_HELD = "q.fence = i.fence and q.claimed_by = p_claimed_by\n        and q.relay_id = p_relay"
+
+
+def _holder_verbs() -> list[Mutant]:
+    found = []
+    for verb in ("complete", "heartbeat", "retry"):
+        verb_of = partial(_settle, verb)
+        found += [
+            verb_of("without the fence", _HELD, _HELD.replace("q.fence = i.fence and ", "")),
+            verb_of("without the holder", _HELD, _HELD.replace(" and q.claimed_by = p_claimed_by", "")),
+            verb_of("by any relay", _HELD, _HELD.replace("and q.relay_id = p_relay", "")),
+        ]
+    return found
+
+
+MUTANTS = [
+    # --- enqueue
+    _enqueue(
+        "enqueue",
+        "a job known by its id is queued again",
+        "    if found then\n      v_stored",
+        "    if true then\n      v_stored",
+    ),
+    _enqueue(
+        "enqueue",
+        "a delay is ignored, alone",
+        "v_seq, case when v_delay > interval '0' then 'delayed' else 'ready' end",
+        "v_seq, 'ready'",
+        "case when v_delay > interval '0' then v_now + v_delay end",
+        "null",
+    ),
+    _enqueue("enqueue", "jobs of one call share their place", "v_seq + u.n - 1", "v_seq"),
+    _enqueue("request_digest", "a key's digest leaves the body out", "encode(sha256(p_body), 'hex')", "''"),
+    _enqueue(
+        "request_digest", "a key's digest leaves the relay out", "jsonb_build_array(p_relay,", "jsonb_build_array("
+    ),
+    _enqueue("enqueue_keyed", "a key stands for any request", "if v_found.request_digest <> v_digest", "if false"),
+    _enqueue(
+        "enqueue_keyed",
+        "a key that is in use stores the job all the same",
+        "return query select v_found.job_id, true;",
+        "perform relay.enqueue(v_tenant, array[p_job_id], array[p_relay_id], array[p_operation], array[p_headers],"
+        " array[p_body], array[p_max_attempts], array[p_ttl], array[p_expires_at], array[p_delay]);"
+        " return query select v_found.job_id, true;",
+    ),
+    _enqueue(
+        "enqueue_keyed",
+        "a key is looked for among all tenants",
+        "k.tenant_id = v_tenant and k.idempotency_key = p_key",
+        "k.idempotency_key = p_key",
+        equivalent="row security shows no other tenant's keys (tests/test_tenancy_layers.py plays without it)",
+    ),
+    # --- claim
+    _claim("claim", "the deadline is ignored", "q.expires_at <= v_now as late", "false as late"),
+    _claim("claim", "the cursor is ignored", " and q.seq > v_after", ""),
+    _claim("claim", "the attempt is not counted", "attempt = q.attempt + 1,", "attempt = greatest(q.attempt, 1),"),
+    _claim("claim", "the fence stays", "fence = q.fence + 1,", "fence = greatest(q.fence, 1),"),
+    _claim(
+        "claim",
+        "claims of others are claimed",
+        "q.state = 'ready' and q.seq > v_after",
+        "q.state in ('ready', 'claimed') and q.seq > v_after",
+    ),
+    _claim(
+        "claim", "another relay's jobs are claimed", "q.relay_id = p_relay and q.state = 'ready'", "q.state = 'ready'"
+    ),
+    _claim(
+        "claim", "a claim waits for locked rows", "limit v_quota for update skip locked", "limit v_quota for update"
+    ),
+    _claim("claim", "in the order of ids", "order by q.seq, q.job_id limit v_quota", "order by q.job_id limit v_quota"),
+    _claim("claim", "the first tenant takes all", "least(greatest(1, p_limit / v_tenants), v_left)", "v_left"),
+    _claim(
+        "claim", "no second turn for whom the share was not enough", "when v_full[v_i] then v_left else 0", "else 0"
+    ),
+    _claim("claim", "the limit is every tenant's", "v_left := v_left - v_got;", ""),
+    _claim("claim", "the start is ignored", "v_i := (p_start + v_turn)", "v_i := (0 + v_turn)"),
+    _claim("claim", "the holder is not noted", "claimed_by = p_claimed_by,", "claimed_by = 'somebody',"),
+    _claim("claim", "the lease is over at once", "lease_expires_at = v_now + p_lease", "lease_expires_at = v_now"),
+    _claim(
+        "claim",
+        "the tenant stays bound",
+        "      v_before := relay.set_tenant(v_before);\n    end if;\n    v_turn",
+        "    end if;\n    v_turn",
+    ),
+    _claim("claim", "bodies are sent whatever their length", "when r.bytes <= p_body_limit\n", "when true\n"),
+    _claim(
+        "promote_due",
+        "what is not due is promoted too",
+        "q.state = 'delayed' and q.available_at <= v_now\n",
+        "q.state = 'delayed'\n",
+    ),
+    _claim(
+        "promote_due",
+        "the last due one is promoted first",
+        "order by q.available_at limit p_limit",
+        "order by q.available_at desc limit p_limit",
+    ),
+    _claim("claim_again", "to any holder", " and q.claimed_by = p_claimed_by", ""),
+    _claim("claim_again", "of any claim", "q.claim_id = p_claim_id and ", ""),
+    _claim("claim_again", "past the deadline too", " and q.expires_at > v_now", ""),
+    _claim("fetch_body", "a body without the fence", " and q.fence = p_fence", ""),
+    _claim("fetch_body", "a body for any holder", " and q.claimed_by = p_claimed_by", ""),
+    # --- what holders say
+    *_holder_verbs(),
+    _settle("complete", "a stale completion is repeated, whatever its fence", "d.fence = u.fence and ", ""),
+    _settle(
+        "complete",
+        "a stale completion is repeated, whoever says it",
+        " and d.claimed_by = p_claimed_by and d",
+        " and d",
+    ),
+    _settle("complete", "an expired job's completion is repeated", " and d.status <> 'expired' as mine", " as mine"),
+    _settle("complete", "any relay is told how a job ended", " and d.relay_id = p_relay limit 1", " limit 1"),
+    _settle("complete", "one that comes twice in a call is taken twice", "distinct on (u.job_id, u.fence) u.n", "u.n"),
+    _settle("heartbeat", "a heartbeat waits for locked rows", "for no key update skip locked", "for no key update"),
+    _settle("heartbeat", "a locked row is called stale", "when l.here then 'busy'", "when l.here then 'stale'"),
+    _settle("heartbeat", "stale is called busy", "else 'stale' end", "else 'busy' end"),
+    _settle("release", "what began is given back, what did not is not", "not s.started", "s.started"),
+    _settle("reclaim_lost", "the lease is not looked at", "\n          and q.lease_expires_at < v_now", ""),
+    _settle(
+        "reclaim_lost",
+        "the attempt is given back",
+        "array_fill(false, array[v_count])",
+        "array_fill(true, array[v_count])",
+    ),
+    _settle("reclaim_lost", "locked rows are waited for", "for update skip locked", "for update"),
+    _settle("reclaim", "by a session of any age", "relay.session_age() >= p_lease", "true"),
+    _settle("reclaim", "the limit is every tenant's", "v_left := v_left - v_got;", ""),
+    # --- rows
+    _rows("return_jobs", "what goes back keeps its fence", "fence = q.fence + 1,", "fence = q.fence,"),
+    _rows("return_jobs", "no attempt is given back", "case when i.give_back then 1 else 0 end", "0"),
+    _rows(
+        "return_jobs",
+        "without an attempt left it is pending again",
+        "(i.give_back or q.attempt < q.max_attempts)",
+        "true",
+    ),
+    _rows(
+        "return_jobs", "one attempt more than there are", "q.attempt < q.max_attempts", "q.attempt <= q.max_attempts"
+    ),
+    _rows(
+        "return_jobs",
+        "pending again past the deadline",
+        "\n      and coalesce(i.available_at, p_at) < q.expires_at",
+        "",
+    ),
+    _rows(
+        "return_jobs",
+        "the delay is not looked at for the deadline",
+        "coalesce(i.available_at, p_at) < q.expires_at",
+        "p_at < q.expires_at",
+    ),
+    _rows("end_jobs", "past the deadline it succeeds", " or p_at >= e.expires_at as late", " as late"),
+    _rows(
+        "end_jobs",
+        "what others end keeps its fence",
+        "case when p_by_holder then q.fence else q.fence + 1 end",
+        "q.fence",
+    ),
+    _rows(
+        "end_jobs",
+        "a completion's fence is raised",
+        "case when p_by_holder then q.fence else q.fence + 1 end",
+        "q.fence + 1",
+    ),
+    _rows("end_jobs", "each has the first one's body", "p_response_bodies[j.n]", "p_response_bodies[1]"),
+    _rows("end_jobs", "the error's code is lost", "else p_error_codes[j.n] end", "end"),
+    _rows(
+        "renew_jobs",
+        "a heartbeat renews nothing",
+        "set lease_expires_at = p_until",
+        "set lease_expires_at = q.lease_expires_at",
+    ),
+    _rows("drop_jobs", "a key outlives its job", "k.ctid = any (p_keys)", "false"),
+    _rows("drop_jobs", "a request outlives its job", "r.ctid = any (p_requests)", "false"),
+    # --- ends and reads
+    _end(
+        "mark_expired",
+        "an unknown job is withdrawn",
+        "case when e.n is null then 'stale'",
+        "case when false then 'stale'",
+    ),
+    _end(
+        "mark_expired",
+        "only what is claimed is withdrawn",
+        "q.job_id = i.job_id limit 1 for update",
+        "q.job_id = i.job_id and q.state = 'claimed' limit 1 for update",
+    ),
+    _end(
+        "expire_late", "before the deadline", "q.claimed_by is null and q.expires_at <= v_now", "q.claimed_by is null"
+    ),
+    _end("expire_late", "not what is claimed", "q.state = 'claimed' and q.expires_at <= v_now", "false"),
+    _end(
+        "expire_late",
+        "all relays' jobs",
+        "is null and q.expires_at <= v_now\n          and (p_relay is null or q.relay_id = p_relay)",
+        "is null and q.expires_at <= v_now",
+    ),
+    _end("purge", "what has only just ended goes", " and d.completed_at < v_until", ""),
+    _end("purge", "the youngest first", "order by d.completed_at limit", "order by d.completed_at desc limit"),
+    _end(
+        "run_sweeps",
+        "lost leases are left",
+        "v_sweep = 'lease' and coalesce",
+        "v_sweep = 'lease' or v_sweep = 'lease' and coalesce",
+    ),
+    _end("run_sweeps", "due ones are left", "perform relay.promote_due(v_tenant, p_relay, p_limit);", ""),
+    _read(
+        "poll",
+        "a job past its deadline is still shown as it was",
+        "                when q.expires_at <= v_now then 'expired'\n",
+        "",
+    ),
+    _read("list_jobs", "a list shows it as it was", "case when q.expires_at <= v_now then 'expired' when", "case when"),
+    _read("poll", "a job that has ended is shown without its body", "case when j.fits then j.body end", "null::bytea"),
+    _tenancy(
+        "bind_tenant",
+        "no tenant is the first one there is",
+        "      raise exception 'no tenant was given, and none is bound on this connection' using errcode = 'S2001';",
+        "      return '';",
+    ),
+]
