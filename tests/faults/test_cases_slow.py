@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 import asyncpg
 import pytest
+from pydantic import SecretStr
 
 from dispatch_core.dev.logins import WORKER_LOGIN
 from dispatch_core.dev.postgres import DevServer
@@ -38,6 +39,7 @@ from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.gateway import open_client, settings_for
 from tests.support.load import answers_by_notify
+from tests.support.pgbouncer import pgbouncer, program
 from tests.support.plans import explained
 from tests.support.protocol import KEY, ME, QUEUE, RELAY, REQUEST, TENANT, Connection, claim, connected, enqueue
 from tests.support.proxy import TcpProxy
@@ -156,6 +158,72 @@ async def test_after_kills_twice_in_a_row_and_a_stop_of_70_seconds_everybody_is_
         assert (client.health().state, relay.health().status) == ("degraded", "degraded")
         await anyio.to_thread.run_sync(durable_server.start)
         await all_are_woken()
+
+
+# --- C05: the other rooms through PgBouncer ---------------------------------------------------------------------------
+
+
+@pytest.mark.case("C05")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("direct", [True, False], ids=["a direct address", "none"])
+async def test_through_pgbouncer_events_are_drained_and_chunks_worked_off_for_each_tenant(
+    database: TestDatabase, gateway: Any, admin: Connection, direct: bool
+) -> None:
+    """In transaction mode, with fewer sessions than connections; woken where there is a way, else by polls."""
+    program()
+    await admin.execute("create table public.target (tenant text, n bigint); grant insert on public.target to public")
+    poll = HOUR if direct else 0.3
+    async with pgbouncer(database.server, database.gateway_dsn, database.worker_dsn, pool_size=4) as bouncer:
+        gateway_dsn, worker_dsn = bouncer.dsn(database.gateway_dsn), bouncer.dsn(database.worker_dsn)
+        core = CoreSettings(
+            dsn=SecretStr(worker_dsn),
+            listen_dsn=SecretStr(database.worker_dsn) if direct else None,
+            statement_cache_size=0,
+            probe_timeout_seconds=1.0,
+        )
+        relay = Relay("erp", tenants=["acme", "zeta"], core=core, settings=RelaySettings(poll_seconds=poll))
+
+        @relay.chunk_handler(CHUNKS)
+        async def handler(ctx: ChunkContext) -> str:
+            async with ctx.transaction() as conn:
+                await conn.execute("insert into public.target values ($1, $2)", ctx.tenant_id, ctx.seq)
+                await ctx.save_checkpoint(ctx.seq)
+            return ctx.tenant_id
+
+        drainer = OutboxDrainer(settings=OutboxSettings(drain_interval_sec=poll), tenants=["acme", "zeta"])
+        drained: list[tuple[str, Any]] = []
+
+        @drainer.sink("told")
+        async def sink(event: OutboxEvent) -> None:
+            drained.append((event.tenant_id, event.payload))
+
+        settings = settings_for(
+            gateway_dsn,
+            listen_dsn=SecretStr(database.gateway_dsn) if direct else None,
+            statement_cache_size=0,
+            probe_timeout_seconds=1.0,
+            poll_interval_seconds=poll,
+        )
+        async with running(relay), GatewayClient(settings=settings, outbox=drainer) as client:
+            wanted = ("listening", "listening") if direct else ("polling_only", "polling_only")
+            await eventually(lambda: (client.health().state, relay.health().listener) == wanted, 30)
+            ids = {}
+            for tenant in ("acme", "zeta"):
+                ids[tenant] = await client.tenant(tenant).durable.submit(CHUNKS, range(12))
+                through = await asyncpg.connect(gateway_dsn, statement_cache_size=0)
+                async with through.transaction():
+                    for number in range(12):
+                        await Outbox.enqueue(through, "told", number, tenant=tenant)
+                assert await through.fetchval("select coalesce(current_setting('app.tenant_id', true), '')") == ""
+                await through.close()
+            for tenant, job_id in ids.items():
+                job = await client.tenant(tenant).durable.wait(job_id, timeout=60)
+                assert job.status == "completed"
+                assert (await Work(gateway, tenant).chunk(job_id, 5)).outcome == tenant
+            await eventually(lambda: len(drained) == 24, 60)
+    assert sorted(drained) == [(tenant, number) for tenant in ("acme", "zeta") for number in range(12)]
+    rows = await admin.fetch("select tenant, count(*), count(distinct n) from public.target group by 1 order by 1")
+    assert [tuple(row) for row in rows] == [("acme", 12, 12), ("zeta", 12, 12)]
 
 
 # --- C07: many who enqueue at once ------------------------------------------------------------------------------------
