@@ -75,6 +75,7 @@ async def test_doctor_asks_for_no_more_than_the_rooms_that_are_installed(
     assert f"rooms: {room} (not installed: " in of(findings, "schema").found
 
 
+@pytest.mark.case("C41")
 async def test_doctor_finds_a_login_that_row_security_does_not_bind(database: TestDatabase) -> None:
     findings = await examine(database.admin_dsn)
     assert verdicts(findings)["row security"] == "fail"
@@ -145,6 +146,7 @@ async def test_doctor_finds_a_pooler_and_that_prepared_statements_and_listen_do_
         assert verdicts(beside)["pooler"] == verdicts(beside)["listen"] == "pass"
 
 
+@pytest.mark.case("C14")
 async def test_doctor_finds_an_old_transaction(
     database: TestDatabase, admin: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
