@@ -36,6 +36,7 @@ from dispatch_core.durable import (
     RowError,
 )
 from dispatch_core.errors import (
+    BacklogFullError,
     ClientClosedError,
     ConfigurationError,
     ConnectionLostError,
@@ -138,6 +139,7 @@ __all__ = [  # noqa: RUF022  (grouped: the verbs, the values, the errors)
     "Settled",
     "WriteOutcome",
     #
+    "BacklogFullError",
     "ClientClosedError",
     "ConfigurationError",
     "ConnectionLostError",

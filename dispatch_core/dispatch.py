@@ -10,6 +10,7 @@ What may be wrong with arguments is found before any SQL; what PostgreSQL refuse
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal
@@ -18,6 +19,13 @@ from uuid import UUID
 from dispatch_core import codec
 from dispatch_core import dispatch_rows as read
 from dispatch_core.database import Connection, mapped_errors
+from dispatch_core.dispatch_bounded import (
+    Bounded,
+    checked_bound,
+    enqueue_bounded,
+    enqueue_keyed_bounded,
+    raise_if_refused,
+)
 from dispatch_core.errors import (
     IdempotencyConflictError,
     InvalidBodyError,
@@ -142,12 +150,15 @@ class RelayDispatchRepository:
         delay: float | timedelta | None = None,
         max_attempts: int = 1,
         idempotency_key: str | None = None,
+        max_pending: int = 0,
         notify: bool = False,
     ) -> UUID:
         """Store one job and return its id; with a key that is in use for the same request, the id of that job.
 
         Transaction: joins the caller's, or is one of its own. Idempotent: by `idempotency_key`, where given.
-        `notify` rings the relay in the same transaction. Raises: as `prepare`, and IdempotencyConflictError.
+        `max_pending`: how many jobs of the relay may be pending, this one included; 0 is no bound. `notify` rings the
+        relay in the same transaction. Raises: as `prepare`, IdempotencyConflictError, and BacklogFullError, after which
+        a transaction goes on.
         """
         request = DispatchRequest(
             relay_id=relay_id,
@@ -163,21 +174,52 @@ class RelayDispatchRepository:
         )
         row = prepare(request)
         if row.idempotency_key is not None:
-            return (await self.enqueue_keyed_row(row, notify=notify))[0]
-        await self.enqueue_rows([row], notify=notify)
+            return (await self.enqueue_keyed_row(row, max_pending=max_pending, notify=notify))[0]
+        await self.enqueue_all([row], max_pending=max_pending, notify=notify)
         return row.job_id
 
-    async def enqueue_many(self, requests: Iterable[DispatchRequest], *, notify: bool = False) -> list[UUID]:
+    async def enqueue_many(
+        self, requests: Iterable[DispatchRequest], *, max_pending: int = 0, notify: bool = False
+    ) -> list[UUID]:
         """Store all the jobs or none, in one statement; the ids come in the order of the requests.
 
         Transaction: joins the caller's, or is one of its own. Requests with an idempotency key are refused here: each
-        may have to wait for another transaction, and would hold up the rest. Raises: as `prepare`.
+        may have to wait for another transaction, and would hold up the rest. `max_pending` and Raises: as `enqueue`.
         """
         rows = Preparer().rows(requests)
         if any(row.idempotency_key is not None for row in rows):
             raise InvalidInputError("enqueue_many takes no idempotency keys: use enqueue")
-        await self.enqueue_rows(rows, notify=notify)
+        await self.enqueue_all(rows, max_pending=max_pending, notify=notify)
         return [row.job_id for row in rows]
+
+    async def enqueue_all(self, rows: Sequence[EnqueueRow], *, max_pending: int = 0, notify: bool = False) -> None:
+        """Store prepared rows, all or none, under one bound for each relay. Raises: BacklogFullError."""
+        if not checked_bound(max_pending):
+            await self.enqueue_rows(rows, notify=notify)
+            return
+        told = await self.enqueue_bounded_rows(rows, [max_pending] * len(rows), notify=notify)
+        raise_if_refused(told, Counter(row.relay_id for row in rows), max_pending)
+
+    async def enqueue_bounded_rows(
+        self,
+        rows: Sequence[EnqueueRow],
+        bounds: Sequence[int],
+        *,
+        whole: bool = True,
+        notify: bool = False,
+        timeout: float | None = None,
+    ) -> Bounded:
+        """Store prepared rows that their bounds allow, each its own; `whole`: all or none.
+
+        `bounds` are numbers of pending jobs, 0 is none. Idempotent and `timeout`: as `enqueue_rows`; a row that is
+        there already is never refused.
+        """
+        if not rows:
+            await self._require_tenant()
+            return Bounded([], {})
+        return await enqueue_bounded(
+            self._conn, self._tenant, rows, bounds, whole=whole, notify=notify, timeout=timeout
+        )
 
     async def enqueue_rows(
         self, rows: Sequence[EnqueueRow], *, notify: bool = False, timeout: float | None = None
@@ -198,14 +240,24 @@ class RelayDispatchRepository:
         return [row.job_id not in there for row in rows]
 
     async def enqueue_keyed_row(
-        self, row: EnqueueRow, *, lock_timeout_seconds: float = 5.0, notify: bool = False
+        self, row: EnqueueRow, *, lock_timeout_seconds: float = 5.0, max_pending: int = 0, notify: bool = False
     ) -> tuple[UUID, bool]:
         """Store one prepared row under its idempotency key; return the job's id and whether it was there before.
 
         Waits at most `lock_timeout_seconds` for another transaction that is storing the same key, then raises
-        DatabaseBusyError. Idempotent: by tenant and key. Raises: IdempotencyConflictError.
+        DatabaseBusyError. Idempotent: by tenant and key; with one that is in use nothing is refused for `max_pending`.
+        Raises: IdempotencyConflictError, BacklogFullError.
         """
         try:
+            if checked_bound(max_pending):
+                return await enqueue_keyed_bounded(
+                    self._conn,
+                    self._tenant,
+                    row,
+                    max_pending,
+                    lock_timeout_seconds=lock_timeout_seconds,
+                    notify=notify,
+                )
             with mapped_errors(job_id=row.job_id):
                 record = await self._conn.fetchrow(
                     _ENQUEUE_KEYED,

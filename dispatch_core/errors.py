@@ -16,6 +16,7 @@ from typing import ClassVar
 from uuid import UUID
 
 __all__ = [
+    "BacklogFullError",
     "ClientClosedError",
     "ConfigurationError",
     "ConnectionLostError",
@@ -156,6 +157,41 @@ class IdempotencyConflictError(RelayDispatchError):
         super().__init__(message)
         self.tenant_id = tenant_id
         self.key = key
+
+
+class BacklogFullError(RelayDispatchError):
+    """So many jobs wait for this relay that one more would pass max_pending; nothing was stored.
+
+    `pending` is how many wait, as far as was counted: counting ends at the bound; `jobs` how many were to be stored.
+    `retry_after_seconds` is how long the relay needs for a tenth of the bound, as fast as it has been lately: from 0.1
+    to 60.
+    """
+
+    code = "S2R-BACKLOG-FULL"
+    retryable = True
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        tenant_id: str | None = None,
+        relay_id: str | None = None,
+        pending: int = 0,
+        max_pending: int = 0,
+        jobs: int = 1,
+        retry_after_seconds: float = 1.0,
+    ) -> None:
+        super().__init__(
+            message
+            or f"{pending} jobs wait for relay {relay_id}, and with {jobs} more there would be more than {max_pending}"
+            f" (max_pending): nothing was stored; room is likely in {retry_after_seconds:.3g} s"
+        )
+        self.tenant_id = tenant_id
+        self.relay_id = relay_id
+        self.pending = pending
+        self.max_pending = max_pending
+        self.jobs = jobs
+        self.retry_after_seconds = retry_after_seconds
 
 
 class UnknownJobError(RelayDispatchError):

@@ -26,6 +26,7 @@ __all__ = [
     "Preparer",
     "columns",
     "duration",
+    "one_or_all",
     "prepare",
     "uuid_array",
 ]
@@ -100,14 +101,14 @@ def columns(rows: Sequence[EnqueueRow]) -> tuple[object, ...]:
         )
     return (
         uuid_array([row.job_id for row in rows]),
-        _one_or_all([row.relay_id for row in rows]),
-        _one_or_all([row.operation for row in rows]),
-        _one_or_all([row.headers for row in rows], "{}"),
+        one_or_all([row.relay_id for row in rows]),
+        one_or_all([row.operation for row in rows]),
+        one_or_all([row.headers for row in rows], "{}"),
         [row.body for row in rows],
-        _one_or_all([row.max_attempts for row in rows], 1),
-        _one_or_all([row.ttl for row in rows], None),
-        _one_or_all([row.expires_at for row in rows], None),
-        _one_or_all([row.delay for row in rows], None),
+        one_or_all([row.max_attempts for row in rows], 1),
+        one_or_all([row.ttl for row in rows], None),
+        one_or_all([row.expires_at for row in rows], None),
+        one_or_all([row.delay for row in rows], None),
     )
 
 
@@ -128,7 +129,8 @@ def uuid_array(ids: Iterable[UUID]) -> str:
 _NO_DEFAULT: Final = object()
 
 
-def _one_or_all(values: list[Any], default: object = _NO_DEFAULT) -> list[Any] | None:
+def one_or_all(values: list[Any], default: object = _NO_DEFAULT) -> list[Any] | None:
+    """Return a column as it is sent: one value where all are the same, None where that is the default."""
     first = values[0]
     # The last one first: where values differ, it mostly does.
     if values[-1] != first or values.count(first) != len(values):

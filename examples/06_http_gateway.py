@@ -1,9 +1,8 @@
 """An HTTP gateway: POST answers 202 with the job's id at once; GET, in any process, tells where the job stands.
-
-After `make setup` (for uvicorn and starlette), and with what 02 exports, each of the first three in a terminal:
+POST answers 503 with Retry-After where 1000 jobs of the tenant wait for the relay. After `make setup` (for uvicorn and
+starlette), and with what 02 exports, each of the first two in a terminal (and a second gateway, with 8002, in a third):
     .venv/bin/python examples/02_relay.py
     .venv/bin/python examples/06_http_gateway.py 8001
-    .venv/bin/python examples/06_http_gateway.py 8002
     curl -i -H 'x-tenant: acme' -d '{"number": 7}' http://127.0.0.1:8001/relays/erp-emea/GetInvoice
     curl -i -H 'x-tenant: acme' http://127.0.0.1:8002/jobs/…
 """
@@ -19,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from dispatch_core import RelayDispatchError
+from dispatch_core import BacklogFullError, RelayDispatchError
 from gateway_sdk import GatewayClient
 
 gateway = GatewayClient(os.environ.get("RELAY_DISPATCH_DSN") or sys.exit("set RELAY_DISPATCH_DSN, as in 02"))
@@ -28,7 +27,7 @@ gateway = GatewayClient(os.environ.get("RELAY_DISPATCH_DSN") or sys.exit("set RE
 async def enqueue(request: Request) -> Response:
     # A real gateway takes the tenant from a verified token, never from a header.
     acme = gateway.tenant(request.headers.get("x-tenant", ""))
-    job_id = await acme.enqueue(**request.path_params, body=await request.body(), ttl=60)
+    job_id = await acme.enqueue(**request.path_params, body=await request.body(), ttl=60, max_pending=1000)
     return JSONResponse({"job_id": str(job_id)}, 202, headers={"location": f"/jobs/{job_id}"})
 
 
@@ -43,7 +42,8 @@ async def show(request: Request) -> Response:
 
 def on_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RelayDispatchError)
-    return JSONResponse({"error": error.code, "message": str(error)}, 503 if error.retryable else 400)
+    headers = {"retry-after": f"{error.retry_after_seconds:.0f}"} if isinstance(error, BacklogFullError) else {}
+    return JSONResponse({"error": error.code, "message": str(error)}, 503 if error.retryable else 400, headers)
 
 
 @asynccontextmanager

@@ -84,6 +84,10 @@ def enqueue(
         str | None, typer.Option("--key", help="Idempotency key: the same request again is the same job.")
     ] = None,
     max_attempts: Annotated[int, typer.Option("--max-attempts", help="How often a handler may start.")] = 1,
+    max_pending: Annotated[
+        int | None,
+        typer.Option("--max-pending", metavar="N", help="Refuse it where N jobs wait for the relay; 0: never."),
+    ] = None,
     wait_: Annotated[bool, typer.Option("--wait", "-w", help="Wait for the result and print it.")] = False,
     timeout: TimeoutOption = None,
     dsn: DsnOption = None,
@@ -109,6 +113,7 @@ def enqueue(
         "delay": delay,
         "max_attempts": max_attempts,
         "idempotency_key": key,
+        "max_pending": max_pending,
     }
     result = run_async(_enqueue, resolve_dsn(dsn), tenant, (relay, operation), request, wait_, timeout, output)
     if result is not None:

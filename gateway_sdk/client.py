@@ -100,12 +100,15 @@ class GatewayClient:
             raise ClientClosedError("the client is not open: use `async with`")
         return self._runtime
 
-    def tenant(self, tenant_id: str) -> TenantClient:
+    def tenant(self, tenant_id: str, *, max_pending: int | None = None) -> TenantClient:
         """Return the verbs for one tenant: cheap, kept nowhere.
+
+        `max_pending`: how many of its jobs may wait for a relay before an enqueue is refused; None is as the settings
+        say, 0 any number.
 
         Raises: TenancyUnboundError for no tenant or ''; InvalidNameError; ClientClosedError before the client is open.
         """
-        return TenantClient(self.runtime, tenant_id)
+        return TenantClient(self.runtime, tenant_id, max_pending)
 
     def health(self) -> GatewayHealth:
         """Return what the client has counted and whether results are pushed. Costs nothing; asks nobody.
@@ -124,6 +127,7 @@ class GatewayClient:
             tenants=runtime.waiter.tenants,
             enqueued=counters.enqueued,
             enqueue_statements=counters.enqueue_statements,
+            refused=counters.refused,
             polled=counters.polled,
             poll_statements=counters.poll_statements,
             wakes_by_push=counters.wakes_by_push,
@@ -220,7 +224,7 @@ class GatewayClient:
         lanes = Lanes(database, doorbell, settings, counters, tasks.start_soon)
         if listener is not None:
             listener.on_round_trip(lanes.ring_inside.round_trip)
-        direct = DirectStatements(database, settings)
+        direct = DirectStatements(database, settings, lanes.backlogs)
         channels = ResultChannels(database, listener, settings, tasks.start_soon)
         waiter = ResultWaiter(lanes, channels, listener, settings, counters)
         preparer = Preparer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 from uuid import UUID
@@ -14,6 +15,7 @@ import anyio.lowlevel
 from dispatch_core.backoff import Backoff
 from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
+from dispatch_core.dispatch_bounded import Bound, raise_if_refused
 from dispatch_core.errors import (
     DatabaseBusyError,
     DatabaseUnavailableError,
@@ -23,6 +25,7 @@ from dispatch_core.errors import (
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
 from dispatch_core.requests import Preparer
+from gateway_sdk.backlogs import Backlogs
 from gateway_sdk.lanes import bounded
 from gateway_sdk.settings import GatewaySettings
 
@@ -39,8 +42,20 @@ _SLICE_ROWS: Final = 100
 class Load:
     """Requests of one `enqueue_many`, prepared chunk by chunk; chunks stay, so that all can be sent again."""
 
-    def __init__(self, preparer: Preparer, requests: Sequence[DispatchRequest], limit_bytes: int) -> None:
-        """Prepare the first chunk. A chunk is one statement, bounded by rows and by bytes. Raises: as `prepare`."""
+    def __init__(
+        self, preparer: Preparer, requests: Sequence[DispatchRequest], limit_bytes: int, max_pending: Bound = 0
+    ) -> None:
+        """Prepare the first chunk. A chunk is one statement, bounded by rows and by bytes. Raises: as `prepare`; and
+        InvalidInputError where one relay's jobs are more than `max_pending`, so that they could never be stored."""
+        self.jobs = Counter(getattr(request, "relay_id", "") for request in requests) if max_pending else Counter[str]()
+        """How many there are for each relay, where there is a bound."""
+        self.max_pending = max_pending
+        for relay_id, count in self.jobs.items():
+            if count > max_pending:
+                raise InvalidInputError(
+                    f"{count} jobs for relay {relay_id} in one call, and max_pending is {max_pending}: for so many"
+                    " there can never be room"
+                )
         self._preparer = preparer
         self._requests = requests
         self._limit = limit_bytes
@@ -59,6 +74,25 @@ class Load:
     @property
     def rows(self) -> list[EnqueueRow]:
         return [row for chunk in self.chunks for row in chunk]
+
+    async def store(self, repository: RelayDispatchRepository, number: int, *, notify: bool = False) -> None:
+        """Store one chunk, after those before it and in one transaction with them. Raises: BacklogFullError.
+
+        There has to be room for all jobs of a relay when its first ones come: nothing is stored in vain.
+        """
+        chunk = self.chunks[number]
+        relay_ids = [row.relay_id for row in chunk] if self.max_pending else []
+        asked = {row.relay_id for before in self.chunks[:number] for row in before} if relay_ids else set()
+        here = Counter(relay_ids)
+        bounds = [
+            0 if relay_id in asked else self.max_pending - (self.jobs[relay_id] - here[relay_id])
+            for relay_id in relay_ids
+        ]
+        if not any(bounds):
+            await repository.enqueue_rows(chunk, notify=notify)
+            return
+        told = await repository.enqueue_bounded_rows(chunk, bounds, notify=notify)
+        raise_if_refused(told, self.jobs, self.max_pending)
 
     async def prepare_chunk(self) -> None:
         """Prepare one more chunk, with pauses in which others run and bytes leave. Raises: as `prepare`."""
@@ -91,22 +125,28 @@ class Load:
 class DirectStatements:
     """Each is tried again after a fault that may pass, until `give_up_at`, a monotonic time; all are idempotent."""
 
-    def __init__(self, database: Database, settings: GatewaySettings) -> None:
+    def __init__(self, database: Database, settings: GatewaySettings, backlogs: Backlogs) -> None:
         self._database = database
         self._settings = settings
+        self._backlogs = backlogs
         # An enqueue with a key may wait for somebody's transaction: so there are never so many of them that others get
         # no connection.
         self._keyed = anyio.Semaphore(max(1, database.max_size // 2))
 
-    async def enqueue_keyed(self, tenant: str, row: EnqueueRow, give_up_at: float) -> tuple[UUID, bool]:
+    async def enqueue_keyed(
+        self, tenant: str, row: EnqueueRow, give_up_at: float, max_pending: Bound = 0
+    ) -> tuple[UUID, bool]:
         """Store a row under its key; return the job's id and whether it was there before.
 
-        Raises: IdempotencyConflictError; DatabaseBusyError where the key is held by another transaction for too long.
+        Raises: IdempotencyConflictError; BacklogFullError; DatabaseBusyError where the key is held by another
+        transaction for too long.
         """
 
         async def store(conn: Connection) -> tuple[UUID, bool]:
             seconds = max(0.001, min(self._settings.lock_timeout_seconds, give_up_at - time.monotonic()))
-            return await RelayDispatchRepository(conn, tenant).enqueue_keyed_row(row, lock_timeout_seconds=seconds)
+            return await RelayDispatchRepository(conn, tenant).enqueue_keyed_row(
+                row, lock_timeout_seconds=seconds, max_pending=max_pending
+            )
 
         async def attempt(seconds: float) -> tuple[UUID, bool]:
             with anyio.move_on_after(seconds) as queueing:
@@ -117,7 +157,8 @@ class DirectStatements:
                 "too many enqueues wait for idempotency keys; nothing was sent", sqlstate=_LOCK_TIMEOUT
             )
 
-        return await self._repeat(attempt, give_up_at, row.job_id)
+        with self._backlogs.sending(tenant, [row.relay_id], [max_pending]):
+            return await self._repeat(attempt, give_up_at, row.job_id)
 
     async def enqueue_many(self, tenant: str, load: Load, give_up_at: float) -> int:
         """Store all rows or none; return how many statements that took.
@@ -128,7 +169,7 @@ class DirectStatements:
         async def store(conn: Connection) -> None:
             repository = RelayDispatchRepository(conn, tenant)
             if load.is_whole and len(load.chunks) == 1:
-                await repository.enqueue_rows(load.chunks[0])
+                await load.store(repository, 0)
                 return
             async with conn.transaction():
                 number = 0
@@ -136,7 +177,9 @@ class DirectStatements:
                     await self._send_and_prepare(repository, load, number)
                     number += 1
 
-        await self._repeat(lambda seconds: bounded(self._database, seconds, store), give_up_at)
+        relay_ids = list(load.jobs.elements())
+        with self._backlogs.sending(tenant, relay_ids, [load.max_pending] * len(relay_ids)):
+            await self._repeat(lambda seconds: bounded(self._database, seconds, store), give_up_at)
         return len(load.chunks)
 
     async def _send_and_prepare(self, repository: RelayDispatchRepository, load: Load, number: int) -> None:
@@ -145,7 +188,7 @@ class DirectStatements:
         async def send() -> None:
             nonlocal error
             try:
-                await repository.enqueue_rows(load.chunks[number])
+                await load.store(repository, number)
             except RelayDispatchError as raised:  # as itself, and not in a group
                 error = raised
 

@@ -10,11 +10,20 @@ __all__ = ["GatewayCounters", "GatewayHealth"]
 class GatewayCounters:
     """Numbers since the client was opened; written by the pieces of the client, read by `GatewayClient.health`."""
 
-    __slots__ = ("enqueue_statements", "enqueued", "poll_statements", "polled", "wakes_by_poll", "wakes_by_push")
+    __slots__ = (
+        "enqueue_statements",
+        "enqueued",
+        "poll_statements",
+        "polled",
+        "refused",
+        "wakes_by_poll",
+        "wakes_by_push",
+    )
 
     def __init__(self) -> None:
         self.enqueued = 0
         self.enqueue_statements = 0
+        self.refused = 0
         self.polled = 0
         self.poll_statements = 0
         self.wakes_by_push = 0
@@ -26,8 +35,8 @@ class GatewayHealth:
     """One look at a client.
 
     `state` is "listening" where results are pushed, "degraded" while that is broken, "polling_only" where it cannot be.
-    `wakes_by_push` and `wakes_by_poll` count the waits that ended after a notification and without one. `rings_lost`
-    cost the others a poll interval each.
+    `refused` jobs met a backlog that was full. `wakes_by_push` and `wakes_by_poll` count the waits that ended after a
+    notification and without one. `rings_lost` cost the others a poll interval each.
     """
 
     state: str
@@ -37,6 +46,7 @@ class GatewayHealth:
     tenants: int
     enqueued: int
     enqueue_statements: int
+    refused: int
     polled: int
     poll_statements: int
     wakes_by_push: int

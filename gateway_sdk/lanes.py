@@ -19,8 +19,10 @@ from dispatch_core.backoff import Backoff
 from dispatch_core.batcher import Batcher, is_row_fault
 from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
+from dispatch_core.dispatch_bounded import Bound
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import (
+    BacklogFullError,
     ClientClosedError,
     ConnectionLostError,
     DatabaseBusyError,
@@ -29,6 +31,7 @@ from dispatch_core.errors import (
     TenancyError,
 )
 from dispatch_core.ring_inside import RingInside
+from gateway_sdk.backlogs import Backlogs
 from gateway_sdk.health import GatewayCounters
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.waits import Polled, for_job
@@ -52,17 +55,18 @@ StartSoon: TypeAlias = Callable[[Callable[[], Awaitable[Any]]], None]
 
 
 class EnqueueItem:
-    """A row to be stored, whether to ring its relay, and the monotonic time at which its sender gives up.
+    """A row to be stored, whether to ring its relay, the monotonic time at which its sender gives up, and its bound.
 
     `sink` is what the lane was given or gave for it: a future, or a call-back that may be called twice.
     """
 
-    __slots__ = ("give_up_at", "notify", "row", "sink")
+    __slots__ = ("give_up_at", "max_pending", "notify", "row", "sink")
 
-    def __init__(self, row: EnqueueRow, notify: bool, give_up_at: float) -> None:
+    def __init__(self, row: EnqueueRow, notify: bool, give_up_at: float, max_pending: Bound = 0) -> None:
         self.row = row
         self.notify = notify
         self.give_up_at = give_up_at
+        self.max_pending = max_pending
         self.sink: asyncio.Future[bool] | Callable[[EnqueueItem, bool | Exception], None] | None = None
 
     def tell(self, error: Exception) -> None:
@@ -182,6 +186,7 @@ class Lanes:
         # (Fast: without a turn of the event loop where one is free.)
         self._polls = anyio.Semaphore(max(1, database.max_size // 2), fast_acquire=True)
         self.ring_inside = RingInside()
+        self.backlogs = Backlogs(counters)
         self._enqueues = 0
         self._wakes = Wakes(doorbell)
         self.enqueue = TenantLanes[EnqueueItem, bool](start_soon, self._make_enqueue)
@@ -196,6 +201,7 @@ class Lanes:
     def drop_idle(self) -> None:
         for lanes in (self.enqueue, self.poll, self.expire):
             lanes.drop_idle()
+        self.backlogs.drop_idle()
 
     def stop(self) -> None:
         """Take no more."""
@@ -259,26 +265,59 @@ class Lanes:
         # (False is an answer: the row was there, from a try whose reply was lost.)
         return [answers[item.row.job_id] if item.row.job_id in answers else patience.gave_up() for item in items]
 
-    async def _store(self, tenant: str, items: list[EnqueueItem], seconds: float, is_alone: bool) -> list[bool]:
+    async def _store(
+        self, tenant: str, items: list[EnqueueItem], seconds: float, is_alone: bool
+    ) -> Sequence[bool | BacklogFullError]:
         rings = is_alone and items[0].notify and self.ring_inside.allows()
         until = time.monotonic() + seconds
+        answers: Sequence[bool | BacklogFullError]
         async with self._database.connection(seconds) as conn:
             sent_at = time.monotonic()
-            inserted = await RelayDispatchRepository(conn, tenant).enqueue_rows(
-                [item.row for item in items], notify=rings, timeout=max(0.001, until - sent_at)
-            )
+            repository = RelayDispatchRepository(conn, tenant)
+            rows = [item.row for item in items]
+            timeout = max(0.001, until - sent_at)
+            is_bounded = self.backlogs.is_used or any(item.max_pending for item in items)
+            if is_bounded:
+                answers = await self._store_bounded(repository, tenant, items, rows, rings, timeout)
+            else:
+                answers = await repository.enqueue_rows(rows, notify=rings, timeout=timeout)
         took = time.monotonic() - sent_at
         if is_alone:
             self.ring_inside.took(took, rings)
-        self._counters.enqueued += len(items)
         self._counters.enqueue_statements += 1
+        stored = items
+        if is_bounded:
+            stored = [
+                item for item, answer in zip(items, answers, strict=True) if not isinstance(answer, BacklogFullError)
+            ]
+        self._counters.enqueued += len(stored)
         # A row that was there already comes from a try whose reply was lost, and which may not have rung.
-        if not (rings and inserted[0]):
+        if not (rings and answers[0]):
             # A caller waits for its result; an enqueue only for being stored.
-            calls = {item.row.relay_id for item in items if item.notify and not isinstance(item.sink, asyncio.Future)}
-            for relay_id in {item.row.relay_id for item in items if item.notify}:
+            calls = {item.row.relay_id for item in stored if item.notify and not isinstance(item.sink, asyncio.Future)}
+            for relay_id in {item.row.relay_id for item in stored if item.notify}:
                 self._wakes.ring(tenant, relay_id, took, at_once=relay_id in calls)
-        return inserted
+        return answers
+
+    async def _store_bounded(
+        self,
+        repository: RelayDispatchRepository,
+        tenant: str,
+        items: list[EnqueueItem],
+        rows: list[EnqueueRow],
+        rings: bool,
+        timeout: float,
+    ) -> Sequence[bool | BacklogFullError]:
+        """Store what the bounds allow. The senders share the statement and nothing else: each is refused for itself."""
+        relay_ids, bounds = [row.relay_id for row in rows], [item.max_pending for item in items]
+        with self.backlogs.sending(tenant, relay_ids, bounds) as sending:
+            if not sending.must_count:
+                return await repository.enqueue_rows(rows, notify=rings, timeout=timeout)
+            return sending.told(
+                await repository.enqueue_bounded_rows(
+                    rows, sending.bounds(), whole=False, notify=rings, timeout=timeout
+                )
+            )
 
     async def store_together(self, tenant: str, rows: Sequence[EnqueueRow], seconds: float) -> None:
         """Store rows that have come together by one statement of their own, and ring. Nothing is tried again."""

@@ -32,6 +32,12 @@ class GatewaySettings(Settings):
     max_ttl_seconds: float = Field(
         default=7 * DAY, gt=0, le=10_000 * DAY, allow_inf_nan=False, description="the longest ttl that is accepted"
     )
+    max_pending: int = Field(
+        default=0,
+        ge=0,
+        lt=2**62,
+        description="jobs of one tenant that may wait for one relay before enqueues are refused; 0 = any number",
+    )
     write_timeout_seconds: float = Field(
         default=10.0,
         gt=0,

@@ -23,6 +23,7 @@ from dispatch_core import codec
 from dispatch_core.codec import UNSET, Headers
 from dispatch_core.database import Connection, mapped_errors
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
+from dispatch_core.dispatch_bounded import Bound, checked_bound
 from dispatch_core.errors import (
     DatabaseError,
     DatabaseUnavailableError,
@@ -44,13 +45,14 @@ __all__ = ["TenantClient"]
 class TenantClient:
     """What one tenant can do; made by `GatewayClient.tenant`, cheap, and good as long as that client is open."""
 
-    __slots__ = ("_runtime", "_tenant")
+    __slots__ = ("_max_pending", "_runtime", "_tenant")
 
-    def __init__(self, runtime: Runtime, tenant: str) -> None:
+    def __init__(self, runtime: Runtime, tenant: str, max_pending: int | None = None) -> None:
         if not tenant:
             raise TenancyUnboundError("a tenant must be named")
         self._runtime = runtime
         self._tenant = codec.check_name("tenant", tenant)
+        self._max_pending = runtime.settings.max_pending if max_pending is None else checked_bound(max_pending)
 
     @property
     def tenant_id(self) -> str:
@@ -76,20 +78,24 @@ class TenantClient:
         delay: float | timedelta | None = None,
         max_attempts: int = 1,
         idempotency_key: str | None = None,
+        max_pending: int | None = None,
         notify: bool = True,
         conn: Connection | None = None,
     ) -> UUID:
         """Store a job for a relay, wake the relay, and return the job's id.
 
         `ttl` and `delay` are seconds; `ttl` or an aware `expires_at`, not both. `max_attempts` is how often a handler
-        may start. `notify=False`: the relay finds the job when it polls next.
+        may start. `max_pending`: refuse the job where so many of this tenant's wait for the relay; None is what the
+        client or its settings say, 0 no bound. `notify=False`: the relay finds the job when it polls next.
 
         Transaction: its own, shared with concurrent calls; or joins that of `conn`, and the relay is then woken by its
         commit. Idempotent: by `idempotency_key`, where given: the same request gets the same id.
 
-        Raises: InvalidInputError and its kind before any SQL; IdempotencyConflictError; DatabaseUnavailableError and
-        DatabaseBusyError, both retryable and with the job's id.
+        Raises: InvalidInputError and its kind before any SQL; IdempotencyConflictError; BacklogFullError, after which
+        nothing is stored and a transaction of `conn` goes on; DatabaseUnavailableError and DatabaseBusyError, both
+        retryable and with the job's id.
         """
+        bound = self._bound(max_pending)
         row = self._runtime.preparer.row(
             DispatchRequest(
                 relay_id,
@@ -105,20 +111,29 @@ class TenantClient:
             )
         )
         if conn is not None:
-            return await self._enqueue_in(conn, row, notify)
+            return await self._enqueue_in(conn, row, notify, bound)
         give_up_at = self._give_up_at()
         if row.idempotency_key is not None:
-            return await self._enqueue_keyed(row, notify, give_up_at)
+            return await self._enqueue_keyed(row, notify, give_up_at, bound)
+        if bound:
+            self._runtime.lanes.backlogs.check(self._tenant, relay_id, bound)
         with self._runtime.under_way(row.job_id):
-            item = EnqueueItem(row, notify, give_up_at)
+            item = EnqueueItem(row, notify, give_up_at, bound)
             item.sink = stored = self._runtime.lanes.enqueue[self._tenant].submit(item, row.size)
             await stored
         return row.job_id
 
     async def enqueue_many(
-        self, requests: Iterable[DispatchRequest], *, notify: bool = True, conn: Connection | None = None
+        self,
+        requests: Iterable[DispatchRequest],
+        *,
+        max_pending: int | None = None,
+        notify: bool = True,
+        conn: Connection | None = None,
     ) -> list[UUID]:
         """Store all the jobs or none; the ids come in the order of the requests.
+
+        `max_pending`: as in `enqueue`, for each relay: where there is no room for all of its jobs, none is stored.
 
         Takes no idempotency keys: each may have to wait for another transaction, and would hold up the rest. Many go in
         several statements of one transaction, the first ones while the last ones are still being checked: what is wrong
@@ -131,18 +146,22 @@ class TenantClient:
         given = list(requests)
         if not given:
             return []
-        load = Load(self._runtime.preparer, given, self._runtime.settings.enqueue_batch_bytes)
+        bound = self._bound(max_pending)
+        load = Load(self._runtime.preparer, given, self._runtime.settings.enqueue_batch_bytes, bound)
         if conn is not None:
             while not load.is_whole:
                 await load.prepare_chunk()
             repository = RelayDispatchRepository(conn, self._tenant)
             # Several statements are one transaction also where the caller has begun none.
-            own = len(load.chunks) > 1 and not conn.is_in_transaction()
+            # And where a later one may be refused, the earlier ones are taken back, and the caller's goes on.
+            own = len(load.chunks) > 1 and (bound > 0 or not conn.is_in_transaction())
             with mapped_errors():
                 async with conn.transaction() if own else contextlib.nullcontext():
-                    for chunk in load.chunks:
-                        await repository.enqueue_rows(chunk, notify=notify)
+                    for number in range(len(load.chunks)):
+                        await load.store(repository, number, notify=notify)
             return [row.job_id for row in load.rows]
+        for relay_id, jobs in load.jobs.items():
+            self._runtime.lanes.backlogs.check(self._tenant, relay_id, bound, jobs)
         with self._runtime.under_way():
             statements = await self._runtime.direct.enqueue_many(self._tenant, load, self._give_up_at())
         rows = load.rows
@@ -167,6 +186,7 @@ class TenantClient:
         delay: float | timedelta | None = None,
         max_attempts: int = 1,
         idempotency_key: str | None = None,
+        max_pending: int | None = None,
     ) -> DispatchResult:
         """Enqueue a job and wait for its result, at most `timeout` seconds.
 
@@ -177,6 +197,7 @@ class TenantClient:
         """
         started_at = time.monotonic()
         seconds = _timeout(timeout)
+        bound = self._bound(max_pending)
         if ttl is None and expires_at is None and seconds is not None:
             ttl = seconds
         row = self._runtime.preparer.row(
@@ -201,11 +222,13 @@ class TenantClient:
             math.inf if lifetime is None else lifetime,
         )
         if row.idempotency_key is not None:
-            job_id = await self._enqueue_keyed(row, True, give_up_at)
+            job_id = await self._enqueue_keyed(row, True, give_up_at, bound)
             return await self.wait(
                 job_id, None if seconds is None else max(0.0, started_at + seconds - time.monotonic())
             )
 
+        if bound:
+            self._runtime.lanes.backlogs.check(self._tenant, relay_id, bound)
         # The wait is registered first and the enqueue reports to it: one future for both, and no result can be missed.
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         wait = self._runtime.waiter.add(
@@ -218,7 +241,7 @@ class TenantClient:
             ends_first=seconds is not None and lifetime is not None and seconds <= lifetime,
         )
         try:
-            item = EnqueueItem(row, True, give_up_at)
+            item = EnqueueItem(row, True, give_up_at, bound)
             item.sink = wait
             self._runtime.lanes.enqueue[self._tenant].put_nowait(item, row.size, wait)
             # What is sent is nobody's once it is stored: thousands of calls wait here at once.
@@ -318,24 +341,30 @@ class TenantClient:
 
     # --- pieces ---------------------------------------------------------------------------------------------------
 
+    def _bound(self, max_pending: int | None) -> Bound:
+        return self._max_pending if max_pending is None else checked_bound(max_pending)
+
     def _give_up_at(self) -> float:
         return time.monotonic() + self._runtime.settings.write_timeout_seconds
 
-    async def _enqueue_in(self, conn: Connection, row: EnqueueRow, notify: bool) -> UUID:
+    async def _enqueue_in(self, conn: Connection, row: EnqueueRow, notify: bool, bound: Bound) -> UUID:
         repository = RelayDispatchRepository(conn, self._tenant)
         try:
             if row.idempotency_key is not None:
                 timeout = self._runtime.settings.lock_timeout_seconds
-                return (await repository.enqueue_keyed_row(row, lock_timeout_seconds=timeout, notify=notify))[0]
-            await repository.enqueue_rows([row], notify=notify)
+                found = await repository.enqueue_keyed_row(
+                    row, lock_timeout_seconds=timeout, max_pending=bound, notify=notify
+                )
+                return found[0]
+            await repository.enqueue_all([row], max_pending=bound, notify=notify)
         except DatabaseError as error:
             error.job_id = row.job_id
             raise
         return row.job_id
 
-    async def _enqueue_keyed(self, row: EnqueueRow, notify: bool, give_up_at: float) -> UUID:
+    async def _enqueue_keyed(self, row: EnqueueRow, notify: bool, give_up_at: float, bound: Bound) -> UUID:
         with self._runtime.under_way(row.job_id):
-            job_id, duplicate = await self._runtime.direct.enqueue_keyed(self._tenant, row, give_up_at)
+            job_id, duplicate = await self._runtime.direct.enqueue_keyed(self._tenant, row, give_up_at, bound)
         self._runtime.counters.enqueued += not duplicate
         # A duplicate with our id is this very call: its first reply was lost.
         if notify and (not duplicate or job_id == row.job_id):

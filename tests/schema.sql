@@ -974,12 +974,41 @@ CREATE FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[
     AS $$ … $$;
 ALTER FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) OWNER TO relay_api;
 
+CREATE FUNCTION relay.enqueue_bounded(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_max_pending bigint[], p_whole boolean DEFAULT true, p_notify boolean DEFAULT false) RETURNS TABLE(outcome text, job_id uuid, relay_id text, pending bigint, retry_after interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.enqueue_bounded(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_max_pending bigint[], p_whole boolean, p_notify boolean) OWNER TO relay_api;
+
 CREATE FUNCTION relay.enqueue_keyed(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_lock_timeout interval DEFAULT '00:00:05'::interval, p_notify boolean DEFAULT false) RETURNS TABLE(job_id uuid, duplicate boolean)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET lock_timeout TO '5s'
     AS $$ … $$;
 ALTER FUNCTION relay.enqueue_keyed(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_lock_timeout interval, p_notify boolean) OWNER TO relay_api;
+
+CREATE FUNCTION relay.enqueue_keyed_bounded(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_max_pending bigint, p_lock_timeout interval DEFAULT '00:00:05'::interval, p_notify boolean DEFAULT false) RETURNS TABLE(job_id uuid, duplicate boolean, pending bigint, retry_after interval)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.enqueue_keyed_bounded(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_max_pending bigint, p_lock_timeout interval, p_notify boolean) OWNER TO relay_api;
 
 CREATE FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) RETURNS TABLE(tenant_id text, relay_id text, job_id uuid, status text)
     LANGUAGE plpgsql SECURITY DEFINER
@@ -1413,6 +1442,34 @@ CREATE FUNCTION relay.outbox_unclaim(p_tenants text[], p_claimed_by text) RETURN
     AS $$ … $$;
 ALTER FUNCTION relay.outbox_unclaim(p_tenants text[], p_claimed_by text) OWNER TO relay_api;
 
+CREATE FUNCTION relay.pace(p_tenant text, p_relay text) RETURNS interval
+    LANGUAGE plpgsql
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET "TimeZone" TO 'UTC'
+    AS $$ … $$;
+ALTER FUNCTION relay.pace(p_tenant text, p_relay text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.pending_upto(p_tenant text, p_relay text, p_limit bigint) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_indexscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_sort TO 'off'
+    SET enable_incremental_sort TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    SET jit TO 'off'
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$ … $$;
+ALTER FUNCTION relay.pending_upto(p_tenant text, p_relay text, p_limit bigint) OWNER TO relay_api;
+
 CREATE FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint DEFAULT 4194304) RETURNS TABLE(n bigint, job_id uuid, status text, attempt bigint, response_status bigint, response_headers text, response_body bytea, error_code text, error_message text, created_at timestamp with time zone, claimed_at timestamp with time zone, completed_at timestamp with time zone, expires_at timestamp with time zone, remaining interval, fits boolean)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -1525,6 +1582,11 @@ CREATE FUNCTION relay.retry(p_relay text, p_claimed_by text, p_tenants text[], p
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.retry(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_delays interval[], p_give_backs boolean[], p_error_codes text[], p_error_messages text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.retry_after(p_pace interval, p_max_pending bigint) RETURNS interval
+    LANGUAGE sql IMMUTABLE
+    AS $$ … $$;
+ALTER FUNCTION relay.retry_after(p_pace interval, p_max_pending bigint) OWNER TO relay_api;
 
 CREATE FUNCTION relay.return_jobs(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_give_backs boolean[], p_delays interval[], p_error_codes text[], p_error_messages text[]) RETURNS TABLE(n bigint, job_id uuid, relay_id text, status text)
     LANGUAGE plpgsql
@@ -2283,8 +2345,14 @@ REVOKE ALL ON FUNCTION relay.end_jobs(p_tenant text, p_at timestamp with time zo
 REVOKE ALL ON FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) TO relay_gateway;
 
+REVOKE ALL ON FUNCTION relay.enqueue_bounded(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_max_pending bigint[], p_whole boolean, p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.enqueue_bounded(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_max_pending bigint[], p_whole boolean, p_notify boolean) TO relay_gateway;
+
 REVOKE ALL ON FUNCTION relay.enqueue_keyed(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_lock_timeout interval, p_notify boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.enqueue_keyed(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_lock_timeout interval, p_notify boolean) TO relay_gateway;
+
+REVOKE ALL ON FUNCTION relay.enqueue_keyed_bounded(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_max_pending bigint, p_lock_timeout interval, p_notify boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION relay.enqueue_keyed_bounded(p_tenant text, p_job_id uuid, p_relay_id text, p_operation text, p_headers text, p_body bytea, p_max_attempts bigint, p_ttl interval, p_expires_at timestamp with time zone, p_delay interval, p_key text, p_max_pending bigint, p_lock_timeout interval, p_notify boolean) TO relay_gateway;
 
 REVOKE ALL ON FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.expire_late(p_tenant text, p_relay text, p_limit bigint) TO relay_gateway;
@@ -2402,6 +2470,10 @@ GRANT ALL ON FUNCTION relay.outbox_tenants(p_as text[]) TO relay_api;
 REVOKE ALL ON FUNCTION relay.outbox_unclaim(p_tenants text[], p_claimed_by text) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.outbox_unclaim(p_tenants text[], p_claimed_by text) TO relay_gateway;
 
+REVOKE ALL ON FUNCTION relay.pace(p_tenant text, p_relay text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.pending_upto(p_tenant text, p_relay text, p_limit bigint) FROM PUBLIC;
+
 REVOKE ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint) TO relay_operator;
@@ -2434,6 +2506,8 @@ REVOKE ALL ON FUNCTION relay.request_digest(p_relay text, p_operation text, p_he
 
 REVOKE ALL ON FUNCTION relay.retry(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_delays interval[], p_give_backs boolean[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.retry(p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_delays interval[], p_give_backs boolean[], p_error_codes text[], p_error_messages text[]) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.retry_after(p_pace interval, p_max_pending bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.return_jobs(p_tenant text, p_at timestamp with time zone, p_ns bigint[], p_rows tid[], p_give_backs boolean[], p_delays interval[], p_error_codes text[], p_error_messages text[]) FROM PUBLIC;
 

@@ -10,6 +10,7 @@ import pytest
 
 SURFACE = {
     "dispatch_core": [
+        "BacklogFullError",
         "ChunkOutcome",
         "ChunkSettled",
         "ChunkSpec",
@@ -125,8 +126,9 @@ SURFACE = {
 
 # The verbs of the repository, as the documents name them, with their parameters.
 REPOSITORY = {
-    "enqueue": "relay_id operation headers body json ttl expires_at delay max_attempts idempotency_key notify",
-    "enqueue_many": "requests notify",
+    "enqueue": "relay_id operation headers body json ttl expires_at delay max_attempts idempotency_key max_pending"
+    " notify",
+    "enqueue_many": "requests max_pending notify",
     "claim": "relay_id claimed_by limit claim_id lease_seconds tenants after start body_limit_bytes sweep_seconds"
     " timeout",
     "heartbeat": "relay_id claims claimed_by lease_seconds",

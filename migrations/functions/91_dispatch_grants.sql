@@ -11,7 +11,11 @@ to relay_gateway, relay_worker, relay_operator;
 
 grant execute on function
   relay.enqueue(text, uuid[], text[], text[], text[], bytea[], bigint[], interval[], timestamptz[], interval[], boolean),
-  relay.enqueue_keyed(text, uuid, text, text, text, bytea, bigint, interval, timestamptz, interval, text, interval, boolean)
+  relay.enqueue_keyed(text, uuid, text, text, text, bytea, bigint, interval, timestamptz, interval, text, interval, boolean),
+  relay.enqueue_bounded(
+    text, uuid[], text[], text[], text[], bytea[], bigint[], interval[], timestamptz[], interval[], bigint[], boolean, boolean),
+  relay.enqueue_keyed_bounded(
+    text, uuid, text, text, text, bytea, bigint, interval, timestamptz, interval, text, bigint, interval, boolean)
 to relay_gateway;
 
 grant execute on function

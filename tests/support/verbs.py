@@ -27,6 +27,14 @@ def verbs(tenant: str | None, relay: str | None, job_id: UUID) -> dict[str, tupl
             "relay.enqueue_keyed($1, $2, $3, 'Get', '{}', '', 1, $4, null, null, $5)",
             [tenant, uuid4(), relay or RELAY, _SECONDS, str(uuid4())],
         ),
+        "enqueue_bounded": (
+            "relay.enqueue_bounded($1, $2, $3, '{Get}', array['{}'], array[''::bytea], '{1}', $4, null, null, '{9}')",
+            [tenant, [uuid4()], [relay or RELAY], [_SECONDS]],
+        ),
+        "enqueue_keyed_bounded": (
+            "relay.enqueue_keyed_bounded($1, $2, $3, 'Get', '{}', '', 1, $4, null, null, $5, 9)",
+            [tenant, uuid4(), relay or RELAY, _SECONDS, str(uuid4())],
+        ),
         "poll": ("relay.poll($1, $2)", [tenant, [job_id]]),
         "list_jobs": ("relay.list_jobs($1)", [tenant]),
         "backlog": ("relay.backlog($1)", [tenant]),
@@ -121,7 +129,8 @@ OPERATOR_VERBS: Verbs = (
     "outbox_health", "durable_control", "durable_resolve", "durable_retire", "durable_remove",
 )  # fmt: skip
 GATEWAY_VERBS: Verbs = (
-    "enqueue", "enqueue_keyed", "outbox_enqueue", "outbox_enqueue_many", "outbox_due", "outbox_claim", "outbox_unclaim",
+    "enqueue", "enqueue_keyed", "enqueue_bounded", "enqueue_keyed_bounded",
+    "outbox_enqueue", "outbox_enqueue_many", "outbox_due", "outbox_claim", "outbox_unclaim",
     "outbox_settle", "durable_insert_job", "durable_insert_chunks", "durable_seal", "durable_abandon", *OPERATOR_VERBS,
 )  # fmt: skip
 WORKER_VERBS: Verbs = (

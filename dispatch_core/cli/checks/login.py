@@ -18,7 +18,7 @@ MEND_GRANT: Final = "relay-dispatch db grant LOGIN --as gateway|worker|operator 
 VERBS: Final[Mapping[str | None, Mapping[str, Sequence[str]]]] = {
     None: {"gateway": ("channel", "ring"), "worker": ("channel", "ring"), "operator": ()},
     "dispatch": {
-        "gateway": ("enqueue", "enqueue_keyed", "poll", "mark_expired"),
+        "gateway": ("enqueue", "enqueue_keyed", "enqueue_bounded", "enqueue_keyed_bounded", "poll", "mark_expired"),
         "worker": ("claim", "claim_again", "fetch_body", "heartbeat", "complete", "retry", "release", "reclaim"),
         "operator": ("poll", "list_jobs", "backlog", "mark_expired", "purge"),
     },
