@@ -101,6 +101,9 @@ _FULL: Final = "53300"
 _LOGIN_REFUSED: Final = ("28", "3D")
 """Classes: invalid authorization, and no such database. Asking again does not mend it."""
 
+_BY_STATEMENT: Final = "statement pooling mode"
+"""What PgBouncer says of a transaction where it pools by statement, with the SQLSTATE of any lost connection."""
+
 _READ_ONLY: Final = "25006"
 """read_only_sql_transaction: the server is a standby, or was demoted to one"""
 
@@ -186,6 +189,8 @@ def _translate_sqlstate(error: asyncpg.PostgresError, job_id: UUID | None, conne
     if ours is not None:
         return ours(message)
     kind = state[:2]
+    if _BY_STATEMENT in message:
+        return DatabaseError(f"{message}: PgBouncer's pool_mode must be transaction or session", sqlstate=state)
     if state in _SESSION_OVER or kind in ("08", "53"):
         if connecting or state in _NEVER_STARTED or kind == "53":
             return DatabaseUnavailableError(f"PostgreSQL is not available: {message}", sqlstate=state, job_id=job_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -72,6 +73,11 @@ class PgBouncer:
             process.kill()
             with anyio.CancelScope(shield=True):
                 await process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Tell it something: SIGHUP reload, SIGUSR1 pause, SIGUSR2 resume."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     async def restart(self) -> None:
         """Kill it, and start it again on its port."""
