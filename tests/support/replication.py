@@ -6,6 +6,7 @@
         pair.kill_primary()                 # or pair.primary.stop("immediate")
         pair.promote()
         pair.demote_old()                   # the old primary comes back, read only
+        pair.switch_back()                  # and is the primary again, in good order
 
 A DSN of `pair.dsn(...)` names both servers. They keep their ports whatever becomes of them. Data lies in memory: what
 is killed here are processes, and never the machine.
@@ -103,12 +104,13 @@ class Pair:
         """Have the standby follow the primary, by the port of a proxy if given, and wait until it does."""
         self.standby.ensure_follows(self.first, port=through)
         if synchronous:
-            run_blocking(self._run(self.admin_dsn("postgres"), "alter system set synchronous_standby_names = '*'"))
-            run_blocking(self._run(self.admin_dsn("postgres"), "select pg_reload_conf()"))
-        run_blocking(self._until_following("sync" if synchronous else "async"))
+            self.require_standby()
+        else:
+            run_blocking(self._until_following("async", self.admin_dsn("postgres")))
 
-    async def _until_following(self, how: str) -> None:
-        connection = await asyncpg.connect(self.admin_dsn("postgres"))
+    @staticmethod
+    async def _until_following(how: str, dsn: str) -> None:
+        connection = await asyncpg.connect(dsn)
         try:
 
             async def follows() -> bool:
@@ -172,9 +174,27 @@ class Pair:
         self.standby.promote()
         return time.monotonic()
 
-    def demote_old(self) -> None:
+    def demote_old(self, *, synchronous: bool = False) -> None:
         """Bring the first primary back as a standby of the second: reachable, and read only."""
         self.first.ensure_follows(self.standby)
+        if synchronous:
+            self.require_standby(of_standby=True)
+
+    def require_standby(self, *, of_standby: bool = False) -> None:
+        """Have one of the two wait for the other with each commit, and wait until it does."""
+        dsn = self.admin_dsn("postgres", of_standby=of_standby)
+        run_blocking(self._run(dsn, "alter system set synchronous_standby_names = '*'"))
+        run_blocking(self._run(dsn, "select pg_reload_conf()"))
+        run_blocking(self._until_following("sync", dsn))
+
+    def switch_back(self) -> float:
+        """Stop the second server in good order and make the first the primary again; return the moment of it.
+
+        Both must be in step: the first follows the second.
+        """
+        self.standby.stop("fast")
+        self.first.promote()
+        return time.monotonic()
 
 
 def _children(parent: int) -> list[int]:
