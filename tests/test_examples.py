@@ -210,9 +210,10 @@ async def test_example_06_answers_a_post_at_once_and_a_get_in_another_process(da
 
 @pytest.mark.slow
 @pytest.mark.case("C21")
+@pytest.mark.timeout(300)
 async def test_example_07_loses_and_doubles_no_order_whoever_is_killed_and_when(database: TestDatabase) -> None:
     lines = await run_example(
-        database, "07_outbox_order_service.py", "--orders", "39", seconds=110,
+        database, "07_outbox_order_service.py", "--orders", "39", seconds=280,
         RELAY_DISPATCH_TEST_DSN=database.server.admin_dsn,
     )  # fmt: skip
     killed = [re.sub(r"^\[#+\.*\] +\d+/13  ", "", line) for line in lines if " killed: " in line]

@@ -273,22 +273,28 @@ async def test_runs_that_are_killed_at_any_moment_never_leave_half_a_step(
     text = "-- role: relay_owner\ncreate table relay.a{0} (); select pg_sleep(0.01); create table relay.b{0} ();"
     write_migrations(directory, {name: text.replace("{0}", name[:4]) for name in names}, FUNCTIONS)
     killed = 0
+    its = "from pg_stat_activity where datname = current_database() and application_name = 'relay-dispatch migrate'"
     for attempt in range(100):
+        over = anyio.Event()
         async with anyio.create_task_group() as group:
 
-            async def kill(delay: float, group: anyio.abc.TaskGroup = group) -> None:
-                await anyio.sleep(delay)
-                await observer.execute(
-                    "select pg_terminate_backend(pid) from pg_stat_activity"
-                    " where datname = current_database() and application_name = 'relay-dispatch migrate'"
-                )
+            async def kill(delay: float, over: anyio.Event = over) -> None:
+                # From when it is there, however long it takes to connect.
+                async def there() -> bool:
+                    return over.is_set() or await observer.fetchval(f"select exists (select {its})")
 
-            group.start_soon(kill, 0.015 + (attempt % 25) * 0.004)
+                await eventually(there, interval=0.001)
+                with anyio.move_on_after(delay):
+                    await over.wait()
+                await observer.execute(f"select pg_terminate_backend(pid) {its}")
+
+            if killed < 30:  # then in peace: a slow machine would never come to the end
+                group.start_soon(kill, (attempt % 25) * 0.004)
             try:
                 await migrate(bare_database.admin_dsn, directory=directory)
             except DatabaseUnavailableError:
                 killed += 1
-            group.cancel_scope.cancel()
+            over.set()
         if await observer.fetchval("select to_regclass('relay.schema_history')") is None:
             assert await observer.fetchval("select to_regnamespace('relay')") is None
             continue
