@@ -131,6 +131,8 @@ class Listener:
         self._round_trip_callbacks: list[Callable[[float], None]] = []
 
         self._conn: ListeningConnection | None = None
+        self._any_conn: ListeningConnection | None = None
+        """The same, also before it is proven and while it is put away."""
         self._lock = anyio.Lock()
         self._active: set[str] = set()
         self._wakeup = anyio.Event()
@@ -227,12 +229,13 @@ class Listener:
                 raise
 
     def terminate(self) -> None:
-        """Cut the connection at once, without a polite end, for an owner that must leave although the network is dead.
+        """Cut the connection at once, without a polite end, for an owner that must leave although the network is dead;
+        also one that is just being put away.
 
         `run` connects anew, unless it is cancelled. Idempotent: yes.
         """
-        if self._conn is not None:
-            self._conn.terminate()
+        if self._any_conn is not None:
+            self._any_conn.terminate()
 
     # --- the connection ---
 
@@ -273,7 +276,7 @@ class Listener:
             self._become("stopped", None)
 
     async def _listen_until_lost(self, first_try_is_over: Callable[[], None]) -> None:
-        conn = await self._connect()
+        conn = self._any_conn = await self._connect()
         try:
             conn.add_termination_listener(self._on_termination)
             await self._prove(conn)
@@ -299,6 +302,7 @@ class Listener:
             self._active.clear()
             self._release_subscribers()
             await close_connection(conn)
+            self._any_conn = None
 
     async def _connect(self) -> ListeningConnection:
         conn = await connect(

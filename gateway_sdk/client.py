@@ -11,11 +11,12 @@ sweeper    tidies
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import anyio
 
@@ -44,6 +45,9 @@ from gateway_sdk.waiter import ResultWaiter
 __all__ = ["GatewayClient"]
 
 logger = logging.getLogger(__name__)
+
+# Below the three seconds that closing may last beyond its grace.
+_CUT_SECONDS: Final = 2.0
 
 
 class GatewayClient:
@@ -80,6 +84,7 @@ class GatewayClient:
         self._pool = pool
         self._stack: AsyncExitStack | None = None
         self._runtime: Runtime | None = None
+        self._close_by: float | None = None
         if pool is None:
             self._settings.core.require_dsn()
         self._outbox = outbox_of(self, outbox)
@@ -176,10 +181,32 @@ class GatewayClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        """Answer calls under way, send the rings that wait, within `close_timeout_seconds`, and end every task."""
+        """Answer calls under way, send the rings that wait, within `close_timeout_seconds`, and end every task.
+
+        An outbox drainer has its `stop_timeout_seconds` for that, from the same moment on. It returns within the longer
+        of the two and three seconds, also when the database is down.
+        """
         assert self._stack is not None
+        assert self._runtime is not None
         stack, self._stack = self._stack, None
-        return await stack.__aexit__(kind, error, traceback)
+        now, grace = anyio.current_time(), self._settings.close_timeout_seconds
+        self._close_by = now + grace
+        if self._outbox is not None and self._outbox.is_on:
+            grace = max(grace, self._outbox.settings.stop_timeout_seconds)
+        # Each step has a bound of its own, and behind a black hole it is their sum that the owner waits for.
+        timer = asyncio.get_running_loop().call_later(grace + _CUT_SECONDS, self._cut, self._runtime)
+        try:
+            return await stack.__aexit__(kind, error, traceback)
+        finally:
+            timer.cancel()
+
+    def _cut(self, runtime: Runtime) -> None:
+        """Cut off from the database whatever still waits for it."""
+        runtime.database.terminate()
+        if runtime.listener is not None:
+            runtime.listener.terminate()
+        if self._outbox is not None:
+            self._outbox.cut()
 
     def _database(self) -> Database:
         core = self._settings.core
@@ -251,9 +278,11 @@ class GatewayClient:
         if runtime.cause is not None:
             return
         # Shielded: also where the block was cancelled, what was promised is sent, within a bound.
-        with anyio.move_on_after(self._settings.close_timeout_seconds, shield=True):
-            await runtime.lanes.drain()
-            await runtime.durable.drain()
+        by = self._close_by or anyio.current_time() + self._settings.close_timeout_seconds
+        with anyio.CancelScope(shield=True, deadline=by):
+            async with anyio.create_task_group() as group:
+                group.start_soon(runtime.lanes.drain)
+                group.start_soon(runtime.durable.drain)
         with anyio.CancelScope(shield=True):
             await runtime.doorbell.finish()
 

@@ -14,6 +14,7 @@ It is off, all of it, unless `OUTBOX_DRAIN_INTERVAL_SEC` is above 0: then there 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -40,6 +41,10 @@ _NAME: Final = "outbox"
 _BACKOFF_BASE: Final = 0.25
 _OFF: Final = "the outbox drainer is off: set OUTBOX_DRAIN_INTERVAL_SEC above 0"
 _POOL_SIZE: Final = 4
+
+# Below the three seconds that a stop may last beyond its timeout.
+_CUT_SECONDS: Final = 2.0
+_SINK_CLOSE_SECONDS: Final = 0.5
 """Statements at a time: one claims, the others settle. No connection is held while a sink runs."""
 
 SinkT = TypeVar("SinkT", bound=Callable[[OutboxEvent], Awaitable[object]])
@@ -80,6 +85,10 @@ class OutboxDrainer:
         self._stack: AsyncExitStack | None = None
         self._warned = False
         self._running: anyio.CancelScope | None = None
+        self._stop_by: float | None = None
+        self._cut_timer: asyncio.TimerHandle | None = None
+        self._own_database: Database | None = None
+        self._own_listener: Listener | None = None
         self._ended = anyio.Event()
         if default_sink is not None:
             self.set_default_sink(default_sink)
@@ -164,7 +173,10 @@ class OutboxDrainer:
                     self._outbox = await self._open_patiently(stack, first_try_is_over)
                     await self._drain(self._outbox, stack, first_try_is_over)
         finally:
-            self._outbox = self._running = None
+            if self._cut_timer is not None:
+                self._cut_timer.cancel()
+            self._outbox = self._running = self._stop_by = self._cut_timer = None
+            self._own_database = self._own_listener = None
             self._ended.set()
 
     async def stop(self) -> None:
@@ -173,6 +185,20 @@ class OutboxDrainer:
             self._running.cancel()
             with anyio.CancelScope(shield=True):
                 await self._ended.wait()
+
+    def cut(self) -> None:
+        """Cut the drainer's own connections, if any, for an owner that must leave although the network is dead."""
+        if self._own_database is not None:
+            self._own_database.terminate()
+        if self._own_listener is not None:
+            self._own_listener.terminate()
+
+    def _stops(self) -> None:
+        """Begin to count the time that a stop may take."""
+        if self._stop_by is None and self._running is not None:
+            seconds = self.settings.stop_timeout_seconds
+            self._stop_by = anyio.current_time() + seconds
+            self._cut_timer = asyncio.get_running_loop().call_later(seconds + _CUT_SECONDS, self.cut)
 
     async def __aenter__(self) -> Self:
         """Run in the background; where the drainer is off, do nothing at all. Raises: as `run`."""
@@ -237,13 +263,17 @@ class OutboxDrainer:
             interval=self.settings.drain_interval_sec,
             backoff_cap=core.reconnect_cap_seconds,
             on_report=self._count,
+            on_stop=self._stops,
         )
         tasks = await stack.enter_async_context(Tasks())
-        listener = await self._listen(tasks, core)
-        if listener is not None:
-            listener.on_catch_up(loop.database_is_back)
-            tasks.start_soon(OutboxWakes(listener, outbox.verbs, self._tenants, loop.wake).run)
-        await loop.run(first_try_is_over)
+        try:
+            listener = await self._listen(tasks, core)
+            if listener is not None:
+                listener.on_catch_up(loop.database_is_back)
+                tasks.start_soon(OutboxWakes(listener, outbox.verbs, self._tenants, loop.wake).run)
+            await loop.run(first_try_is_over)
+        finally:
+            self._stops()
 
     @asynccontextmanager
     async def _borrowed(self) -> AsyncIterator[Outbox]:
@@ -263,6 +293,7 @@ class OutboxDrainer:
                 database = self._host[0]
             else:
                 database = await stack.enter_async_context(self._database())
+                self._own_database = database
             outbox = Outbox(database, default_sink=self.default_sink, tenants=self._tenants, settings=self.settings)
             # The very same, so that a sink that is added later counts.
             outbox.sinks = self.sinks
@@ -271,11 +302,13 @@ class OutboxDrainer:
 
     async def _close_sinks(self) -> None:
         """Have sinks that keep something open close it: they open it again when they are called again."""
+        by = self._stop_by or anyio.current_time() + self.settings.stop_timeout_seconds
         closers = {id(sink): getattr(sink, "aclose", None) for sink in [*self.sinks.values(), self.default_sink]}
         for close in closers.values():
             if close is not None:
                 try:
-                    with anyio.move_on_after(self.settings.stop_timeout_seconds, shield=True):
+                    until = max(by, anyio.current_time() + _SINK_CLOSE_SECONDS)
+                    with anyio.CancelScope(shield=True, deadline=until):
                         await close()
                 except Exception:
                     logger.exception("a sink could not be closed")
@@ -321,6 +354,7 @@ class OutboxDrainer:
             backoff_cap=core.reconnect_cap_seconds,
             dsn_setting="OUTBOX_LISTEN_DSN",
         )
+        self._own_listener = listener
         await tasks.start(listener.run)
         return listener
 

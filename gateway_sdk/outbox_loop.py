@@ -60,6 +60,7 @@ class DrainLoop:
         interval: float,
         backoff_cap: float = 10.0,
         on_report: Callable[[DrainReport], None] = lambda _: None,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._outbox = outbox
         self._batch = batch
@@ -75,6 +76,7 @@ class DrainLoop:
         self._is_failing = False
         self._error: RelayDispatchError | None = None
         self._on_report = on_report
+        self._on_stop = on_stop
         self.total = DrainReport()
         """What all drains together did."""
 
@@ -95,22 +97,29 @@ class DrainLoop:
         made; what is no RelayDispatchError.
         """
         async with Tasks() as tasks:
-            while True:
-                self._stirred, self._woken = anyio.Event(), False
-                try:
-                    goes_on = await self._claim(tasks)
-                except RelayDispatchError as error:
-                    if self._is_final(error):
-                        raise
-                    first_try_is_over()
-                    await self._wait_out(error)
-                    continue
-                first_try_is_over()
-                self._mended()
-                if not goes_on:
-                    with anyio.move_on_after(self._pause()):
-                        await self._stirred.wait()
-                    self._search_if_woken()
+            try:
+                while True:
+                    await self._turn(tasks, first_try_is_over)
+            finally:
+                self._on_stop()
+
+    async def _turn(self, tasks: Tasks, first_try_is_over: Callable[[], None]) -> None:
+        """Make one claim, and the pause after it."""
+        self._stirred, self._woken = anyio.Event(), False
+        try:
+            goes_on = await self._claim(tasks)
+        except RelayDispatchError as error:
+            if self._is_final(error):
+                raise
+            first_try_is_over()
+            await self._wait_out(error)
+            return
+        first_try_is_over()
+        self._mended()
+        if not goes_on:
+            with anyio.move_on_after(self._pause()):
+                await self._stirred.wait()
+            self._search_if_woken()
 
     async def run_dry(self) -> DrainReport:
         """Drain until nothing is due and no sink runs; return what was done. Raises: as `Outbox.drain`."""

@@ -106,6 +106,8 @@ class ChunkSession:
             self._stop_at = at
             self._stop_changed.set()
             self.stop_was_asked.set()
+            if self._connections is not None:
+                self._connections.stops(self, at)
 
     def stop_with(self, error: BaseException) -> None:
         """Stop at once, because of an error that `run` raises in the end."""
@@ -163,6 +165,8 @@ class ChunkSession:
         """
         assert self._connections is not None
         self._connections.enter()
+        if self._stop_at is not None:
+            self._connections.stops(self, self._stop_at)
         try:
             async with anyio.create_task_group() as pieces:
                 await pieces.start(self._completer.run)

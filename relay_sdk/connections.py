@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import anyio
 from anyio.abc import TaskStatus
@@ -26,6 +28,9 @@ __all__ = ["Connections", "last_connection"]
 
 logger = logging.getLogger(__name__)
 
+# With what a session does by hand after that, below the three seconds that a stop may last beyond its grace.
+_CUT_SECONDS: Final = 1.8
+
 
 class Connections:
     """An async context manager, which opens the pool and checks the schema and the login; `run` does the rest.
@@ -34,9 +39,9 @@ class Connections:
     """
 
     def __init__(
-        self, core: CoreSettings, *, pool: Any = None, command_timeout_seconds: float, rooms: Sequence[str]
+        self, core: CoreSettings, *, pool: Any = None, command_timeout_seconds: float, rooms: Sequence[str], users: int
     ) -> None:
-        """Take the caller's `pool` (left open), or else the DSN in `core`; and the rooms that are worked in."""
+        """Take the caller's `pool` (left open), or else the DSN in `core`; and the rooms that `users` work in."""
         self._core = core
         self._rooms = list(rooms)
         # Said for each statement here too: a pool of the caller's may have no limit.
@@ -74,6 +79,9 @@ class Connections:
         self.doorbell = Doorbell(*transports)
         self._stack = AsyncExitStack()
         self._users = 0
+        self._all_users = users
+        self._stops: dict[object, float] = {}
+        self._cut_timer: asyncio.TimerHandle | None = None
         self._permits: anyio.Semaphore | None = None
 
     @property
@@ -98,7 +106,11 @@ class Connections:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._stack.__aexit__(kind, error, traceback)
+        try:
+            await self._stack.__aexit__(kind, error, traceback)
+        finally:
+            if self._cut_timer is not None:
+                self._cut_timer.cancel()
 
     async def require_worker(self, tenants: Sequence[str], relay_id: str, instance_id: str) -> None:
         """See to it that this login may claim, also where it is a gateway's by mistake, which may know the channel.
@@ -137,6 +149,25 @@ class Connections:
         """Count a relay that works with these."""
         self._users += 1
 
+    def stops(self, user: object, at: float) -> None:
+        """Note until when (monotonic) a relay that works with these gives its handlers to end; it may say so again.
+
+        A little after the last of them, whatever still waits for the database is cut off from it: of what a stop
+        does in turn (a claim is cancelled, rings are sent, connections are closed) each has a bound of its own, and
+        behind a black hole it is their sum that its owner waits for.
+        """
+        self._stops[user] = at
+        if self._cut_timer is not None:
+            self._cut_timer.cancel()
+        if len(self._stops) == self._all_users:
+            wait = max(self._stops.values()) + _CUT_SECONDS - time.monotonic()
+            self._cut_timer = asyncio.get_running_loop().call_later(max(wait, 0.0), self._cut_all)
+
+    def _cut_all(self) -> None:
+        self.database.terminate()
+        if self.listener is not None:
+            self.listener.terminate()
+
     def leave(self, *, cut: bool) -> None:
         """Count a relay out. `cut`: the database does not answer it; when it is the last, all connections are cut.
 
@@ -149,9 +180,7 @@ class Connections:
     def cut(self) -> None:
         """End all connections without a good-bye, unless another relay works with them. Idempotent: yes."""
         if self._users <= 0:
-            self.database.terminate()
-            if self.listener is not None:
-                self.listener.terminate()
+            self._cut_all()
 
     async def finish(self) -> None:
         """Send the rings that wait, within a second, before `run` is cancelled."""

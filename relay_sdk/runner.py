@@ -130,7 +130,9 @@ class _Run:
         patience = min(session.patience_seconds for session in sessions)
         rooms = sorted({room for session in sessions for room in session.rooms})
         try:
-            connections = Connections(relay.core, pool=relay.pool, command_timeout_seconds=patience, rooms=rooms)
+            connections = Connections(
+                relay.core, pool=relay.pool, command_timeout_seconds=patience, rooms=rooms, users=len(sessions)
+            )
             async with contextlib.AsyncExitStack() as stack, anyio.create_task_group() as group:
                 if not await self._started(connections, sessions, stack, group):
                     return
