@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
+from tests.support.patience import still
 from tests.support.relays import QUICK, RELAY, TENANT
 
 
@@ -98,11 +99,16 @@ class RelayProcess:
         """The ids of the jobs whose handlers have started, in order."""
         return [line.split()[1] for line in self.lines if line.startswith("started")]
 
+    @property
+    def ended_at(self) -> float:
+        """When its relay had ended, by `tests.support.patience.still` of the process."""
+        return next(float(line.split()[1]) for line in self.lines if line.startswith("over"))
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    async def exit(self, timeout: float) -> int:
-        """Wait for its end, and return its exit code."""
+    async def exit(self, timeout: float = 60.0) -> int:
+        """Wait for its end, and return its exit code; the timeout is a guard against one that hangs."""
         return await asyncio.wait_for(self.process.wait(), timeout)
 
 
@@ -122,7 +128,7 @@ async def relay_process(
     try:
         if ready:
             await eventually(
-                lambda: re.search(r"relay \S+ works as", relay.log) or process.returncode is not None, timeout=20
+                lambda: re.search(r"relay \S+ works as", relay.log) or process.returncode is not None, timeout=60
             )
             assert process.returncode is None, relay.log
         yield relay
@@ -136,4 +142,7 @@ async def relay_process(
 if __name__ == "__main__":
     if sys.argv[3] == "0":
         sys.modules["uvloop"] = None  # type: ignore[assignment]
-    make(sys.argv[1], json.loads(sys.argv[2])).main()
+    try:
+        make(sys.argv[1], json.loads(sys.argv[2])).main()
+    finally:
+        _say("over", still())
