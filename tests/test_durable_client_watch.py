@@ -498,7 +498,7 @@ async def test_an_outage_is_waited_out_by_who_watches_and_who_follows_but_for_th
     async with (
         TcpProxy.before(database.gateway_dsn) as proxy,
         open_client(
-            proxy.dsn(database.gateway_dsn), poll_timeout_seconds=0.3, connect_timeout_seconds=0.3, probe_seconds=0.5
+            proxy.dsn(database.gateway_dsn), poll_timeout_seconds=0.8, connect_timeout_seconds=0.8, probe_seconds=0.5
         ) as client,
     ):
         jobs = client.tenant(TENANT).durable

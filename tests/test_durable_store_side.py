@@ -14,13 +14,15 @@ from dispatch_core import DurableJobsSettings, DurableJobStore
 from dispatch_core.database import Database
 from tests.support import durable
 from tests.support.databases import TestDatabase
+from tests.support.eventually import HANGS
 from tests.support.protocol import TENANT, Connection, connected
 from tests.support.stores import Stores, nothing_written, open_stores
 
 
 @pytest.fixture
 async def stores(database: TestDatabase) -> AsyncIterator[Stores]:
-    async with open_stores(database, event_lock_timeout_seconds=0.2) as stores:
+    # Time enough to open a connection, too; one test waits for it to be over.
+    async with open_stores(database, event_lock_timeout_seconds=1.0) as stores:
         yield stores
 
 
@@ -48,7 +50,7 @@ async def test_an_event_is_told_while_the_callers_own_transaction_has_the_job_an
     async with worker.transaction(), connected(database.admin_dsn) as other, other.transaction():
         await stores.worker.checkpoint(lease, 1, conn=worker)
         await other.execute("select 1 from relay.durable_job for update")
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS):
             assert await stores.worker.record_event(lease.job_id, lease, "halfway")
             assert await stores.gateway.record_event(lease.job_id, None, "looked_at")
     # It does not go with that transaction.
@@ -71,7 +73,7 @@ async def test_what_waits_for_a_locked_table_is_logged_and_given_up(
     lease = await stores.lease(1)
     async with connected(database.admin_dsn) as other, other.transaction():
         await other.execute("lock table relay.durable_event in access exclusive mode")
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS):
             assert not await stores.worker.record_event(lease.job_id, lease, "late")
     assert "DatabaseBusyError" in caplog.text
     assert await stores.worker.record_event(lease.job_id, lease, "late")
@@ -117,9 +119,9 @@ async def test_without_a_free_connection_or_a_database_it_is_logged_in_time(
         store = DurableJobStore(one, TENANT, settings=settings, logger=logger)
         job_id = await store.insert_job(durable.KIND)
         async with one.connection():
-            with anyio.fail_after(5):
+            with anyio.fail_after(HANGS):
                 assert not await store.record_event(job_id, None, "note")
-    with anyio.fail_after(5):
+    with anyio.fail_after(HANGS):
         assert not await store.record_event(job_id, None, "note")
     assert [record.name for record in caplog.records] == ["of.the.store"] * 2
 

@@ -23,7 +23,7 @@ from dispatch_core.migrate.sql import LOCK_KEY
 from dispatch_core.migrate.sqltext import split_statements
 from tests.support.activity import terminate, wait_until_blocked, wait_until_statement_runs
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually
+from tests.support.eventually import HANGS, eventually
 from tests.support.migrations import FUNCTION, FUNCTIONS, INDEX, ONE, TABLES, TWO, history, relations, write_migrations
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
@@ -368,9 +368,8 @@ async def test_a_lock_that_is_not_had_is_let_go_and_asked_for_again_while_reader
         await observer.execute("select * from relay.one")  # an old reader, which the step has to wait for
         group.start_soon(run)
         await eventually(lambda: [event.phase for event in events].count("retry") >= 2)
-        with anyio.fail_after(
-            2
-        ):  # a queued ACCESS EXCLUSIVE lock would hold this up for as long as the old reader lives
+        # A queued ACCESS EXCLUSIVE lock would hold this up for as long as the old reader lives.
+        with anyio.fail_after(HANGS):
             await reader.fetch("select * from relay.one")
         await transaction.commit()
     await reader.close()
