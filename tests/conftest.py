@@ -26,7 +26,7 @@ import pytest
 from dispatch_core.dev.logins import run_blocking
 from dispatch_core.dev.postgres import DevServer, start_local_server, start_server
 from tests.support.databases import TestDatabase, drop_database, make_template, new_database
-from tests.support.high_counters import raise_ids
+from tests.support.high_counters import begin_high, raise_ids
 
 # What a test that does not pull the plug can do without. In memory, since ext4 makes files slowly after many deletions
 # (a clone, some 300 files, then takes 250 ms instead of 20).
@@ -51,6 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--high-counters", action="store_true", help="let all counters and ids of the databases begin near 2^31 (C38)"
     )
     parser.addoption("--seed", type=int, help="the seed of what plays at random, where a failed run has printed one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--high-counters"):
+        begin_high()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ import pytest
 from tests.support import durable
 from tests.support.databases import TestDatabase
 from tests.support.durable import CHUNK, JOB, KIND
+from tests.support.high_counters import nth
 from tests.support.protocol import TENANT, Connection, connected
 
 
@@ -119,13 +120,13 @@ async def test_a_lease_begins_when_it_is_granted_and_not_when_the_transaction_di
 ) -> None:
     job_id = await durable.submit(gateway, 2)
     async with worker.transaction():
-        await worker.execute("select pg_sleep(0.3)")
-        lease = await durable.claim_chunk(worker, job_id, 1, 0, lease=0.25)
+        await worker.execute("select pg_sleep(2)")
+        lease = await durable.claim_chunk(worker, job_id, 1, nth(0), lease=1.9)
         assert lease is not None
         left = "select extract(epoch from $1::timestamptz - clock_timestamp())"
         assert await worker.fetchval(left, lease.row["lease_expires_at"]) > 0.1
         await worker.execute("select pg_sleep(0.1)")
-        assert await durable.heartbeat(worker, lease, lease=0.25) == ["applied"]
+        assert await durable.heartbeat(worker, lease, lease=1.9) == ["applied"]
         found = (await durable.chunks(worker, job_id))[0]
         assert await worker.fetchval(left, found["lease_expires_at"]) > 0.1
 

@@ -28,6 +28,7 @@ from dispatch_core import (
 from dispatch_core.database import Database
 from tests.support import durable
 from tests.support.databases import TestDatabase
+from tests.support.high_counters import nth
 from tests.support.pooler import FakePooler
 from tests.support.protocol import TENANT, Connection, connected
 from tests.support.stores import Stores, nothing_written, open_stores
@@ -270,7 +271,7 @@ async def whole_life(stores: Stores, submits: Connection, works: Connection) -> 
     await works.execute("begin")
     lease = await stores.worker.claim_chunk(chunk, lease_ttl_seconds=90, conn=works)
     assert lease is not None
-    assert (lease.tenant_id, lease.job_id, lease.seq, lease.version) == (TENANT, job_id, 1, 1)
+    assert (lease.tenant_id, lease.job_id, lease.seq, lease.version) == (TENANT, job_id, 1, nth(1))
     assert await stores.worker.heartbeat(lease, conn=works)
     await stores.worker.checkpoint(lease, MARK, rows_done=2, conn=works)
     assert await stores.worker.record_row_errors(lease, [RowError(-(2**62), "cödé", "m\0", MARK)], conn=works) == 1
@@ -381,7 +382,7 @@ async def test_the_verbs_of_many_on_a_borrowed_pool_rely_on_nothing_of_its_conne
             assert [beat.outcome for beat in await worker.heartbeat(leases, rows_done=done)] == ["applied"] * 2
         again = await worker.claim_again([TENANT], token, holder="me", local_deadline=0)
         assert [chunk.rows_done for chunk in again.chunks] == [1, 0]
-        assert await worker.candidates(TENANT, [durable.KIND], limit=9) == [(job_id, 3, 0)]
+        assert await worker.candidates(TENANT, [durable.KIND], limit=9) == [(job_id, 3, nth(0))]
         outcomes = [ChunkOutcome(MARK, rows_failed=2), None]
         assert [settled.outcome for settled in await worker.complete_many(leases, outcomes)] == ["applied"] * 2
         assert await worker.run_sweeps("me", lease=False, finish=False) == []

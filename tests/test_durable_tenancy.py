@@ -12,6 +12,7 @@ from dispatch_core.migrate import grant, migrate
 from tests.support import durable
 from tests.support.databases import TestDatabase
 from tests.support.durable import CHUNK, JOB, KIND
+from tests.support.high_counters import nth
 from tests.support.protocol import DURABLE_TABLES, Connection, connected, logins
 from tests.test_tenancy_layers import _as_shipped, _predicate_alone, _row_security_alone
 
@@ -54,7 +55,7 @@ async def test_nothing_that_is_done_for_one_tenant_reads_or_changes_another_ones
     before = await _rows_of_b(admin)
     a: dict[str, Any] = {"tenant": "a"}
 
-    one, two, three = (durable.Lease(_ID, seq, _ID, 1) for seq in (1, 2, 3))
+    one, two, three = (durable.Lease(_ID, seq, _ID, nth(1)) for seq in (1, 2, 3))
     assert await durable.heartbeat(worker, one, two, **a) == ["applied"] * 2
     await durable.checkpoint(worker, one, 1, **a)
     assert await durable.tell_errors(worker, one, [{"row": 1, "code": "c"}], **a) == 1

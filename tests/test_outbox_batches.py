@@ -16,6 +16,7 @@ from dispatch_core.outbox_groups import Groups
 from dispatch_core.outbox_models import ClaimedEvent, ClaimedEvents, DueWork, SettledEvent, Verdict
 from dispatch_core.outbox_repository import OutboxRepository
 from tests.support.databases import TestDatabase
+from tests.support.high_counters import nth
 from tests.support.outbox import KIND, make_due, outbox, take, take_all, tell, write
 from tests.support.plans import explained
 from tests.support.protocol import ME, OUTBOX, TENANT, Connection
@@ -44,7 +45,7 @@ async def test_a_claim_tells_of_each_event_its_own_whatever_others_have(admin: C
     await make_due(admin)
     claimed = await take_all(gateway, [(TENANT, KIND)])
     told = [(e.payload, e.key, e.fence, e.attempts) for e in claimed.events]
-    assert told == [("failed once", None, 3, 1), *((n, None if n % 2 else f"k{n}", 1, 0) for n in range(6))]
+    assert told == [("failed once", None, nth(3), 1), *((n, None if n % 2 else f"k{n}", nth(1), 0) for n in range(6))]
     assert [event.event_id for event in claimed.events[1:]] == ids
     stored = {row["event_id"]: row for row in await admin.fetch(f"select * from {OUTBOX}")}
     assert all(event.created_at == stored[event.event_id]["created_at"] for event in claimed.events)
@@ -79,7 +80,7 @@ async def test_an_outcome_that_all_have_is_as_good_as_one_each(
         events = await take(gateway)
         rows = await gateway.fetch(
             "select outcome, state, ns from relay.outbox_settle($1, $2, $3, $4, $5, $6, null, null, 25)",
-            ME, [TENANT], [2], [event.event_id for event in events], [1, 1] if each else [1],
+            ME, [TENANT], [2], [event.event_id for event in events], [nth(1)] * (2 if each else 1),
             [outcome] * 2 if each else [outcome],
         )  # fmt: skip
         [(applied, _, ns)] = rows

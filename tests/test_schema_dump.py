@@ -11,7 +11,11 @@ from tests.support.databases import TestDatabase
 from tests.support.schema_dump import MAJOR, SCHEMA_FILE, dump
 
 
-async def test_the_schema_is_the_one_that_was_reviewed(server: DevServer, database: TestDatabase) -> None:
+async def test_the_schema_is_the_one_that_was_reviewed(
+    server: DevServer, database: TestDatabase, has_high_counters: bool
+) -> None:
+    if has_high_counters:
+        pytest.skip("the defaults of counters are not those of the migrations")
     if server.cluster is None or server.cluster.major != MAJOR:
         pytest.skip(f"the dump is kept as the pg_dump of a local PostgreSQL {MAJOR} writes it")
     written, found = SCHEMA_FILE.read_text().splitlines(), dump(server, database.admin_dsn).splitlines()

@@ -17,6 +17,7 @@ from dispatch_core.errors import TenancyDeniedError, TenancyUnboundError
 from dispatch_core.models import Completion, DispatchRequest, DispatchResult, PutBack
 from dispatch_core.tenancy import DISPATCH_TENANT_SCOPE_SQL
 from tests.support.databases import TestDatabase
+from tests.support.high_counters import nth
 from tests.support.protocol import (
     KEY,
     ME,
@@ -54,7 +55,7 @@ async def _twins(gateway: Connection, worker: Connection, count: int) -> list[UU
         keyed = prepare(DispatchRequest("keyed", "Get", body=f"body of {tenant}", idempotency_key="the key"))
         await RelayDispatchRepository(gateway, tenant).enqueue_keyed_row(keyed)
     claimed = await RelayDispatchRepository(worker, "b").claim(RELAY, claimed_by=ME, limit=count)
-    assert {job.fence for job in claimed.jobs} == {1}
+    assert {job.fence for job in claimed.jobs} == {nth(1)}
     return [prepared.job_id for prepared in rows]
 
 
@@ -102,8 +103,8 @@ async def test_nothing_that_is_done_for_one_tenant_reads_or_changes_another_ones
         (RELAY, 12, 0),
         ("keyed", 1, 0),
     ]
-    assert await _outcome(work.heartbeat(RELAY, [(None, ids[0], 1)], claimed_by=ME)) == ["stale"]
-    assert await _outcome(work.complete(ids[0], RELAY, 1, ME)) == 0
+    assert await _outcome(work.heartbeat(RELAY, [(None, ids[0], nth(1))], claimed_by=ME)) == ["stale"]
+    assert await _outcome(work.complete(ids[0], RELAY, nth(1), ME)) == 0
     claim_id = uuid4()
     claimed = (await work.claim(RELAY, claimed_by=ME, limit=100, claim_id=claim_id)).jobs
     assert sorted(job.job_id for job in claimed) == sorted(ids)
@@ -114,14 +115,14 @@ async def test_nothing_that_is_done_for_one_tenant_reads_or_changes_another_ones
     assert claimed[0].body == b"body of a"
     assert await _rows_of(admin, "b") == before
 
-    assert await _outcome(work.heartbeat(RELAY, [(None, job.job_id, 1) for job in claimed], claimed_by=ME)) == [
+    assert await _outcome(work.heartbeat(RELAY, [(None, job.job_id, nth(1)) for job in claimed], claimed_by=ME)) == [
         "applied"
     ] * len(claimed)
-    completions = [Completion(job.job_id, 1, response_body=b"result of a") for job in claimed[:3]]
+    completions = [Completion(job.job_id, nth(1), response_body=b"result of a") for job in claimed[:3]]
     assert {item.outcome for item in await work.complete_many(RELAY, completions, claimed_by=ME)} == {"applied"}
-    put_backs = [PutBack(claimed[3].job_id, 1), PutBack(claimed[4].job_id, 1, delay=60)]
+    put_backs = [PutBack(claimed[3].job_id, nth(1)), PutBack(claimed[4].job_id, nth(1), delay=60)]
     assert {item.outcome for item in await work.retry(RELAY, put_backs, claimed_by=ME)} == {"applied"}
-    await work.release(RELAY, [(None, claimed[5].job_id, 1, True)], claimed_by=ME)
+    await work.release(RELAY, [(None, claimed[5].job_id, nth(1), True)], claimed_by=ME)
     await admin.execute(
         f"update {QUEUE} set lease_expires_at = now() - interval '1 s' where tenant_id = 'a' and state = 'claimed'"
     )
@@ -308,8 +309,8 @@ async def test_the_view_shows_the_whole_job_in_each_state(
     ids = await enqueue(gateway, 4, tenant="a", max_attempts=3, body=b"b")
     work = RelayDispatchRepository(worker, "a")
     jobs = (await work.claim(RELAY, claimed_by=ME, limit=3)).jobs
-    await work.complete(jobs[0].job_id, RELAY, 1, ME, response_status=200)
-    await work.retry(RELAY, [PutBack(jobs[1].job_id, 1, delay=60)], claimed_by=ME)
+    await work.complete(jobs[0].job_id, RELAY, nth(1), ME, response_status=200)
+    await work.retry(RELAY, [PutBack(jobs[1].job_id, nth(1), delay=60)], claimed_by=ME)
     (late,) = await enqueue(gateway, tenant="a")
     await admin.execute(f"update {QUEUE} set expires_at = now() - interval '1 s' where job_id = $1", late)
     async with operator.transaction():

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from tests.support.high_counters import nth
+
 Name: TypeAlias = tuple[str, int]
 """A job: its tenant, and a number that jobs of other tenants have too."""
 
@@ -52,7 +54,7 @@ class Job:
     state: Literal["ready", "delayed", "claimed"]
     key: str | None = None
     attempt: int = 0
-    fence: int = 0
+    fence: int = field(default_factory=lambda: nth(0))
     holder: str | None = None
     claim: int | None = None
     due: int | None = None

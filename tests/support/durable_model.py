@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+from tests.support.high_counters import nth
+
 OPEN = ("pending", "retry")
 ENDS = ("completed", "completed_with_errors", "failed", "cancelled")
 LOST = "S2041"
@@ -39,7 +41,7 @@ class Chunk:
     rows_total: int
     status: str = "pending"
     attempts: int = 0
-    version: int = 0
+    version: int = field(default_factory=lambda: nth(0))
     token: UUID | None = None
     expired: bool = False
     due: str | None = None

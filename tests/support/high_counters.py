@@ -17,6 +17,20 @@ from dispatch_core.dev.postgres import DevServer
 HIGH = 2_147_483_640
 """So near to the end of 32 bits, with a sign, that any test crosses it."""
 
+_begin = 0
+
+
+def begin_high() -> None:
+    """Have `nth` count from HIGH: for the whole of a run with --high-counters."""
+    global _begin
+    _begin = HIGH
+
+
+def nth(number: int) -> int:
+    """Return what a fence or lease version is that has been changed so often."""
+    return _begin + number
+
+
 COUNTERS = (
     ("relay.s2r_relay_dispatch_queue", "fence"),
     ("relay.outbox", "fence"),
