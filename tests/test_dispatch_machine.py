@@ -147,8 +147,8 @@ class Game(RuleBasedStateMachine):
     def enqueue(self, tenant: int, count: int, **options: Any) -> Any:
         return self.enqueued(tenant, count, **options)
 
-    def enqueued(self, tenant: int, count: int, **options: Any) -> Any:
-        rows = [self.new_row(self.tenants[tenant], **options) for _ in range(count)]
+    def enqueued(self, tenant: int, count: int, *given: Any, **options: Any) -> Any:
+        rows = [self.new_row(self.tenants[tenant], *given, **options) for _ in range(count)]
         assert self.store(self.tenants[tenant], rows) == [True] * count
         return multiple(*((self.tenants[tenant], number) for number, _ in rows))
 
@@ -288,6 +288,19 @@ class Game(RuleBasedStateMachine):
     )  # fmt: skip
     def claim(self, relay: str, order: tuple[int, ...], limit: int, by: str, start: int) -> Any:
         return self.claimed(relay, order, limit, by, start)
+
+    @rule(
+        target=grants, relay=st.sampled_from(RELAYS), order=st.sampled_from(((0, 1), (1, 0))),
+        limit=st.integers(2, 5), by=HOLDERS, start=st.integers(0, 1), small=st.booleans(),
+    )  # fmt: skip
+    def claim_less_than_two_tenants_have(
+        self, relay: str, order: tuple[int, ...], limit: int, by: str, start: int, small: bool
+    ) -> Any:
+        for tenant in order:
+            missing = limit - self.model.ready(self.tenants[tenant], relay)
+            if missing > 0:
+                self.enqueued(tenant, missing, relay, b"22", 1, delayed=False)
+        return self.claimed(relay, order, limit, by, start, small=small)
 
     @rule(target=grants, relay=st.sampled_from(RELAYS), by=HOLDERS)
     def claim_all_there_is(self, relay: str, by: str) -> Any:
@@ -494,8 +507,11 @@ class Game(RuleBasedStateMachine):
         return job.result is None and (what != "delay" or job.state == "delayed")
 
     @precondition(lambda self: self.model.locked is None)
-    @rule(name=names)
-    def lock_a_row(self, name: Name) -> None:
+    @rule(name=names, turn=TURNS)
+    def lock_a_row(self, name: Name, turn: int) -> None:
+        """That of a job that has not ended; mostly of one that can be claimed, where there is any."""
+        ready = [one for one, job in self.model.jobs.items() if job.state == "ready" and job.result is None]
+        name = ready[turn % len(ready)] if ready and turn else name
         if self.model.live(name) is not None:
 
             async def lock() -> None:

@@ -1,13 +1,13 @@
 """Break the product in small ways, one at a time, and look which rule of which machine tells, in how many games.
 
     python -m tests.mutants                    all of them, some seconds each
-    python -m tests.mutants -k fence           those whose name, function or file has the word
+    python -m tests.mutants -k fence lease     those whose name, function or file has one of the words
     python -m tests.mutants --seed 7           other games than the suite's
     python -m tests.mutants --all              also those of which it is known that nothing can tell them
 
 Functions are replaced in a clone of the migrated database, and the machine plays in this process; for Python it plays
 in another one, on a copy of the sources. It stops at its first failure. The last line counts those that live and are
-not known for equivalent: of any it ends with 1.
+not known for equivalent, and those whose text is not there any more: of any it ends with 1.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import asyncpg
 from hypothesis import Phase, settings
 
 from dispatch_core.dev.postgres import DSN_VARIABLE, DevServer, start_local_server
-from tests import test_dispatch_machine, test_sdk_machine
-from tests.mutants import python_sdk, sql_dispatch
+from tests import test_dispatch_machine, test_durable_machine, test_sdk_machine
+from tests.mutants import python_sdk, sql_dispatch, sql_durable
 from tests.mutants.mutant import Mutant
 from tests.support.databases import TestDatabase, make_template, new_database
 
@@ -45,6 +45,10 @@ Test = Callable[[TestDatabase, bool, int], None]
 DISPATCH: tuple[Any, Test] = (
     test_dispatch_machine,
     test_dispatch_machine.test_gateways_holders_and_sweeps_in_any_order_do_what_the_model_says,
+)
+DURABLE: tuple[Any, Test] = (
+    test_durable_machine,
+    test_durable_machine.test_holders_people_and_a_reaper_in_any_order_do_what_the_model_says,
 )
 SDK: tuple[Any, Test] = (
     test_sdk_machine,
@@ -66,7 +70,7 @@ class Stand:
         if mutant.file.endswith(".sql"):
             with self._database() as database:
                 self._runner.run(_execute(database.admin_dsn, mutant.text(ROOT)))
-                return self._played(DISPATCH, database)
+                return self._played(DURABLE if "_durable_" in mutant.file else DISPATCH, database)
         return self._played_on_a_copy(SDK, mutant)
 
     @contextlib.contextmanager
@@ -130,7 +134,7 @@ def _in_short(games: int, out: str) -> str:
 def main() -> int:
     """Try them all; print one line each."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-k", default="", help="only those whose name, function or file has this in it")
+    parser.add_argument("-k", nargs="*", default=[""], help="those whose name, function or file has one of these in it")
     parser.add_argument("--seed", type=int, default=1, help="of the games")
     parser.add_argument("--all", action="store_true", help="also those that are known to be equivalent")
     options = parser.parse_args()
@@ -140,11 +144,17 @@ def main() -> int:
     alive = 0
     with start_local_server(settings=FAST, ephemeral=True, in_memory=True) as server, asyncio.Runner() as runner:
         stand = Stand(runner, server, options.seed)
-        for mutant in [*sql_dispatch.MUTANTS, *python_sdk.MUTANTS]:
-            if options.k in f"{mutant.file} {mutant.function} {mutant.name}" and (options.all or not mutant.equivalent):
+        for mutant in [*sql_dispatch.MUTANTS, *sql_durable.MUTANTS, *python_sdk.MUTANTS]:
+            text = f"{mutant.file} {mutant.function} {mutant.name}"
+            if any(word in text for word in options.k) and (options.all or not mutant.equivalent):
                 began = time.monotonic()
-                told = stand.told(mutant)
-                alive += not told and not mutant.equivalent
+                try:
+                    told = stand.told(mutant)
+                except LookupError as error:
+                    told, is_caught = str(error), False
+                else:
+                    is_caught = bool(told)
+                alive += not is_caught and not mutant.equivalent
                 verdict = told or (f"lives: {mutant.equivalent}" if mutant.equivalent else "LIVES")
                 name = f"{mutant.function}: {mutant.name}"
                 print(f"{time.monotonic() - began:5.1f} s  {name:68} {verdict}", flush=True)

@@ -26,13 +26,13 @@ class Mutant:
             object.__setattr__(self, field, value)
 
     def text(self, root: Path) -> str:
-        """Return the changed file of those below `root`. Raises: ValueError where a text is not there, or twice."""
+        """Return the changed file of those below `root`. Raises: LookupError where a text is not there, or twice."""
         text = (root / self.file).read_text()
         begin, end = self._place(text)
         part = text[begin:end]
         for old, new in self.changes:
             if part.count(old) != 1:
-                raise ValueError(f"{self.name}: {self.file} has {part.count(old)} of {old!r} in {self.function}")
+                raise LookupError(f"{self.file} has {part.count(old)} of {old!r} in {self.function}")
             part = part.replace(old, new)
         return text[:begin] + part + text[end:]
 
@@ -40,7 +40,9 @@ class Mutant:
         if not self.function:
             return 0, len(text)
         opening = f"create or replace function relay.{self.function}(" if self.file.endswith(".sql") else self.function
-        begin = text.index(opening)
+        begin = text.find(opening)
+        if begin < 0:
+            raise LookupError(f"{self.file} has no {opening!r}")
         following = r"^create or replace function " if self.file.endswith(".sql") else r"^ {0,4}(?:async )?def |^class "
         after = re.compile(following, re.MULTILINE).search(text, begin + len(opening))
         return begin, len(text) if after is None else after.start()

@@ -113,6 +113,10 @@ class Model:
         current = (job.relay, job.fence, job.holder) == (grant.relay, grant.fence, grant.holder)
         return job if current else None
 
+    def ready(self, tenant: str, relay: str) -> int:
+        """Return how many jobs can be claimed, as far as the stored state says."""
+        return len(self._of(tenant, relay, "ready"))
+
     # --- gateways -------------------------------------------------------------------------------------
 
     def enqueue(self, tenant: str, rows: Iterable[tuple[int, Job]]) -> list[bool]:
