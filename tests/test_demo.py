@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -50,17 +51,41 @@ def some_lines() -> list[str]:
     return chosen
 
 
+@pytest.fixture
+async def own_server(server: DevServer) -> AsyncIterator[DevServer]:
+    """The server, by a superuser of the test's own: what he owns is this test's, also where others use the server."""
+    name = f"s2r_demo_{secrets.token_hex(4)}"
+    connection = await asyncpg.connect(server.admin_dsn)
+    try:
+        await connection.execute(f"create role {name} superuser login password 'relay'")
+        try:
+            yield DevServer(server.dsn(name, "postgres"), "dsn")
+        finally:
+            for left in await demo_databases(connection, name):
+                await connection.execute(f'drop database "{left}" with (force)')
+            await connection.execute(f"drop role {name}")
+    finally:
+        await connection.close()
+
+
 async def demo(server: DevServer, *arguments: str, stdin: str | None = None) -> Ended:
     return await spawn_cli(
         *("demo", "--dsn", server.admin_dsn, "--rate", "0", *arguments), stdin=None if stdin is None else stdin.encode()
     )
 
 
-async def demo_databases(server: DevServer) -> set[str]:
+async def demo_databases(connection: Any, owner: str | None = None) -> set[str]:
+    """Return those that the login has made, or `owner`."""
+    rows = await connection.fetch(
+        "select datname from pg_database where datdba = coalesce($1, session_user::text)::regrole", owner
+    )
+    return {row["datname"] for row in rows}
+
+
+async def nothing_is_left(server: DevServer) -> bool:
     connection = await asyncpg.connect(server.admin_dsn)
     try:
-        rows = await connection.fetch("select datname from pg_database where datname like 'relay_dispatch_demo%'")
-        return {row["datname"] for row in rows}
+        return await demo_databases(connection) == set()
     finally:
         await connection.close()
 
@@ -68,11 +93,13 @@ async def demo_databases(server: DevServer) -> set[str]:
 # --- the whole of it --------------------------------------------------------------------------------------------------
 
 
-async def test_the_demo_ends_every_request_once_and_says_so_as_one_document(server: DevServer, tmp_path: Path) -> None:
+async def test_the_demo_ends_every_request_once_and_says_so_as_one_document(
+    own_server: DevServer, tmp_path: Path
+) -> None:
     lines = some_lines()
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(["# a comment", "", *lines]))
-    done = await demo(server, "--input", str(path), "--json")
+    done = await demo(own_server, "--input", str(path), "--json")
     assert done.code == 0, done.err
     report = done.document
     sent = len(lines) - 2
@@ -104,16 +131,18 @@ async def test_the_demo_ends_every_request_once_and_says_so_as_one_document(serv
     assert sum(c["jobs_succeeded"] for c in counts) == sum(row["succeeded"] for row in rows)
     assert report["wake_ups"]["relays_by_notify"] > 0
     assert report["wake_ups"]["results_by_notify"] > 0
-    assert await demo_databases(server) == set()
+    assert await nothing_is_left(own_server)
 
 
-async def test_the_demo_reads_stdin_prints_tables_and_fails_where_a_line_is_not_as_expected(server: DevServer) -> None:
+async def test_the_demo_reads_stdin_prints_tables_and_fails_where_a_line_is_not_as_expected(
+    own_server: DevServer,
+) -> None:
     lines = [
         {"tenant": "me", "relay": "erp", "operation": "Echo", "body": "hello", "expect": {"status": "succeeded"}},
         {"tenant": "me", "relay": "erp", "operation": "Echo", "json": {"n": 1}, "expect": {"json": {"n": 2}}},
         {"tenant": "me", "relay": "erp", "operation": "Sing"},
     ]
-    done = await demo(server, "-i", "-", stdin="\n".join(map(json.dumps, lines)))
+    done = await demo(own_server, "-i", "-", stdin="\n".join(map(json.dumps, lines)))
     assert done.code == 1, done.err
     assert "✓ 3 of 3 jobs ended, each with one stored result, none is left" in done.out
     assert "✗ 1 of 2 ended as their line expects (line 2: another answer)" in done.out
@@ -122,13 +151,13 @@ async def test_the_demo_reads_stdin_prints_tables_and_fails_where_a_line_is_not_
 
 
 async def test_an_input_without_a_good_line_is_a_usage_error_and_starts_nothing(
-    server: DevServer, tmp_path: Path
+    own_server: DevServer, tmp_path: Path
 ) -> None:
-    done = await demo(server, "-i", "-", stdin="nothing\n{}")
+    done = await demo(own_server, "-i", "-", stdin="nothing\n{}")
     assert (done.code, done.out) == (2, "")
     assert "line 1 is skipped: not JSON" in done.err
     assert "PostgreSQL is up" not in done.err
-    missing = await demo(server, "-i", str(tmp_path / "none"))
+    missing = await demo(own_server, "-i", str(tmp_path / "none"))
     assert (missing.code, "cannot be read" in missing.err) == (2, True)
 
 
@@ -144,14 +173,13 @@ async def a_demo_under_way(server: DevServer) -> AsyncIterator[tuple[anyio.abc.P
             assert process.stdin is not None
             await process.stdin.send(json.dumps(slow).encode())
             await process.stdin.aclose()
-            polls = "datname like 'relay_dispatch_demo%' and query like '%from relay.poll(%'"
+            mine = "select datname from pg_database where datdba = session_user::regrole"
+            polls = f"datname in ({mine}) and query like '%from relay.poll(%'"
             waits = f"select count(*) from pg_stat_activity where {polls} and pid <> pg_backend_pid()"
-            await eventually(lambda: connection.fetchval(waits), 30)
+            await eventually(lambda: connection.fetchval(waits), 90)
             assert len(relays_of(tenant)) == 2
             yield process, tenant
     finally:
-        for left in await demo_databases(server):
-            await connection.execute(f'drop database "{left}" with (force)')
         await connection.close()
 
 
@@ -163,8 +191,8 @@ async def ended(process: anyio.abc.Process) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-async def test_a_signal_ends_the_demo_in_order(server: DevServer, name: str, code: int) -> None:
-    async with a_demo_under_way(server) as (process, tenant):
+async def test_a_signal_ends_the_demo_in_order(own_server: DevServer, name: str, code: int) -> None:
+    async with a_demo_under_way(own_server) as (process, tenant):
         process.send_signal(signal.Signals[name])
         process.send_signal(signal.Signals[name])  # an impatient second one changes nothing
         found, said = await ended(process)
@@ -172,25 +200,25 @@ async def test_a_signal_ends_the_demo_in_order(server: DevServer, name: str, cod
         assert "stopped: 1 of 1 sent, 0 ended" in said
         assert "Traceback" not in said
         assert relays_of(tenant) == []
-        assert await demo_databases(server) == set()
+        assert await nothing_is_left(own_server)
 
 
-async def test_relays_do_not_outlive_a_demo_that_is_killed(server: DevServer) -> None:
-    async with a_demo_under_way(server) as (process, tenant):
+async def test_relays_do_not_outlive_a_demo_that_is_killed(own_server: DevServer) -> None:
+    async with a_demo_under_way(own_server) as (process, tenant):
         process.kill()
         await process.wait()
         await eventually(lambda: not relays_of(tenant), 30)
 
 
-async def test_a_relay_that_dies_ends_the_demo_with_its_reason(server: DevServer) -> None:
-    async with a_demo_under_way(server) as (process, tenant):
+async def test_a_relay_that_dies_ends_the_demo_with_its_reason(own_server: DevServer) -> None:
+    async with a_demo_under_way(own_server) as (process, tenant):
         os.kill(relays_of(tenant)[0], signal.SIGKILL)
         code, said = await ended(process)
         assert code == 1
         assert "ended too early, with exit code -9" in said
         assert "Traceback" not in said
         assert relays_of(tenant) == []
-        assert await demo_databases(server) == set()
+        assert await nothing_is_left(own_server)
 
 
 def relays_of(tenant: Any) -> list[int]:
