@@ -102,7 +102,9 @@ def cancel(
     It asks first; without a terminal it needs --yes. Chunks under way lose their
     lease: checkpoints and completions are refused from then on. What a handler's
     open transaction had said before is committed with it. A job that waits for a
-    person is not cancelled: durable resolve comes first.
+    person is not cancelled: durable resolve comes first. Of a very large job it
+    is done by the 10,000 chunks: where that is interrupted, nothing of the job
+    runs any more all the same, and the same command again does the rest.
 
     Exit code 0 where all are cancelled now, 1 where the answer was no or one
     was not to be cancelled, 3 where there is no such job.

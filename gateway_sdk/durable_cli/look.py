@@ -116,8 +116,9 @@ def show(
 
     Those are, of each kind at most --limit: chunks that wait for a person, that
     have failed, that are under way, and that wait for another try. --status
-    lists others. --chunk shows one whole: payload, checkpoint, outcome, who
-    held it last, and why it failed.
+    lists others. --chunk shows one by itself: payload, checkpoint, outcome, who
+    held it last, and why it failed; of a long value the beginning, and with
+    --json all of it.
 
     Exit code 3 where there is no such job, or no such chunk.
 

@@ -55,6 +55,8 @@ STYLES: Final[Mapping[str, str]] = {
 }
 SHOWN_CHARS: Final = 60
 """Of a payload, an error or a detail, in a list."""
+WHOLE_CHARS: Final = 4000
+"""Of a payload or another value by itself."""
 ORDER: Final = (
     *(ChunkStatus.NEEDS_REVIEW, ChunkStatus.FAILED, ChunkStatus.CANCELLED, ChunkStatus.DONE, ChunkStatus.RUNNING),
     *(ChunkStatus.RETRY, ChunkStatus.PENDING),
@@ -191,7 +193,11 @@ def _print_json(name: str, value: Any) -> None:
         return
     console = result_console()
     console.print(Text(f"{name} ", "dim"), end="")
-    console.print(JSONHighlighter()(Text(printable(pretty_json(compact(value)), keep="\n"))), soft_wrap=True)
+    text = printable(pretty_json(compact(value)), keep="\n")
+    rest = len(text) - WHOLE_CHARS
+    console.print(JSONHighlighter()(Text(text[:WHOLE_CHARS])), soft_wrap=True, end="" if rest > 0 else "\n")
+    if rest > 0:
+        console.print(Text(f"… and {rest:,} characters more: --json has all of it", "dim"))
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------

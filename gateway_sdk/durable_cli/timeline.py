@@ -16,6 +16,7 @@ from dispatch_core.durable_models import RowError
 from gateway_sdk.cli_words import amount, json_text
 from gateway_sdk.durable_cli.common import JobArgument, LinesOption, Room, TenantsOption, format_of, room_at, run_lines
 from gateway_sdk.durable_cli.text import error_line, event_line, is_over
+from gateway_sdk.durable_read import is_within
 
 __all__ = ["errors", "events"]
 
@@ -79,9 +80,10 @@ async def _events(
                 for event in page.events:
                     _line(json_text(asdict(event), indent=None) if output is Output.JSON else event_line(event))
                 sys.stdout.flush()
-                after = page.next
+                # A cursor within a page asks for the rest of that page; what came later is behind it.
+                is_rest, after = is_within(after), page.next
                 left = None if left is None else left - len(page.events)
-                if len(page.events) < size:
+                if len(page.events) < size and not (is_rest and page.events):
                     if at_its_end:
                         break
                     await anyio.sleep(FOLLOW_SECONDS)

@@ -27,6 +27,7 @@ from gateway_sdk.cli_words import amount
 from gateway_sdk.durable_cli.common import JobArgument, LinesOption, Room, TenantsOption, format_of, room_at, run_lines
 from gateway_sdk.durable_cli.screen import Screen, screen_for
 from gateway_sdk.durable_cli.text import is_over
+from gateway_sdk.durable_read import is_within
 
 __all__ = ["watch"]
 
@@ -70,7 +71,8 @@ def watch(
     failed, were tried again or taken back from a relay that is gone, and what
     people did. Elsewhere it is a line whenever something has changed; with
     --json a document a line. A job that is paused is watched on, and so is one
-    whose database restarts meanwhile.
+    whose database restarts meanwhile. Of a relay that has died nothing is told
+    before the leases of its chunks have run out: until then they are running.
 
     Exit code 0 where it has completed without errors; 1 where it ended with
     errors, failed, was cancelled, waits for a person, or has not ended before
@@ -179,8 +181,8 @@ class _Look:
             for event in page.events:
                 if show and event.type in NOTABLE:
                     self._screen.tell(event)
-            self._cursor = page.next
-            if len(page.events) < PAGE:
+            is_rest, self._cursor = is_within(self._cursor), page.next
+            if len(page.events) < PAGE and not (is_rest and page.events):
                 return
 
 
