@@ -40,6 +40,7 @@ from dispatch_core.errors import (
     TenancyDeniedError,
     TenancyMismatchError,
     TenancyUnboundError,
+    TooLargeError,
     UnknownJobError,
 )
 from dispatch_core.hosts import Host, accepted, hosts_of, ordered, target_of
@@ -76,6 +77,7 @@ _OURS: Final[dict[str, type[RelayDispatchError]]] = {
     "S2010": IdempotencyConflictError,
     "S2020": InvalidInputError,
     "S2021": InvalidDeadlineError,
+    "S2022": TooLargeError,
     "S2030": UnknownJobError,
     "S2040": SchemaMismatchError,
     "S2041": LeaseLostError,

@@ -19,6 +19,7 @@ from dispatch_core.errors import InvalidDeadlineError, InvalidInputError, Invali
 
 __all__ = [
     "MAX_BIGINT",
+    "MAX_DETAIL_BYTES",
     "MAX_TEXT_BYTES",
     "chunks_json",
     "count",
@@ -42,6 +43,8 @@ __all__ = [
 
 MAX_BIGINT: Final = 2**63 - 1
 MAX_TEXT_BYTES: Final = 2000
+MAX_DETAIL_BYTES: Final = 65536
+"""Of an event or a bad row: whoever reads them gets a thousand in a page."""
 _MAX_CODE_BYTES: Final = 200
 _MAX_SECONDS: Final = 10_000 * 86400.0
 
@@ -197,7 +200,8 @@ def row_errors_json(errors: Iterable[object], max_data_bytes: int) -> list[bytes
         fields["message"] = codec.sanitize(error.message, MAX_TEXT_BYTES)
         text = standard_json.dumps(fields).encode()
         if error.data is not None:
-            text = text[:-1] + b', "data": ' + _json(f"data of errors[{n}]", error.data, max_data_bytes) + b"}"
+            data = _json(f"data of errors[{n}]", error.data, min(max_data_bytes, MAX_DETAIL_BYTES))
+            text = text[:-1] + b', "data": ' + data + b"}"
         found.append(text)
     return found
 
@@ -250,7 +254,8 @@ def event_json(event: object, max_bytes: int) -> str:
         fields[key] = text_or_none(f"{key} of event", event.get(key))
     text = standard_json.dumps(fields)
     if event.get("detail") is not None:
-        text = f'{text[:-1]}, "detail": {json_text("detail of event", event["detail"], max_bytes)}}}'
+        detail = json_text("detail of event", event["detail"], min(max_bytes, MAX_DETAIL_BYTES))
+        text = f'{text[:-1]}, "detail": {detail}}}'
     return text
 
 

@@ -387,7 +387,7 @@ class DurableRepository(ReadingVerbs, WorkingVerbs):
             None if seq is None else check.number("seq", seq),
             check.event_type("event", type_),
             *_who(actor, channel, holder, third="holder"),
-            None if detail is None else check.json_text("detail", detail, self._settings.max_payload_bytes),
+            None if detail is None else check.json_text("detail", detail, check.MAX_DETAIL_BYTES),
         )
         if lock_timeout_seconds is None:
             return bool(await self._value(_RECORD_EVENT, *args))

@@ -44,6 +44,7 @@ __all__ = [
     "TenancyError",
     "TenancyMismatchError",
     "TenancyUnboundError",
+    "TooLargeError",
     "TransactionRequiredError",
     "UnknownJobError",
     "WaitTimeoutError",
@@ -104,6 +105,12 @@ class InvalidResultError(InvalidInputError):
     """A handler's result cannot be stored: too large, or not bytes, str or JSON."""
 
     code = "S2R-RESULT-INVALID"
+
+
+class TooLargeError(InvalidInputError):
+    """The database refused a value for its size: the installation's limit is below this process's setting."""
+
+    code = "S2R-TOO-LARGE"
 
 
 class ConfigurationError(RelayDispatchError, ValueError):

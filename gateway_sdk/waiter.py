@@ -220,6 +220,14 @@ class ResultWaiter:
         if result is None:
             self._finish(job, partial(UnknownJobError, job_id=job.job_id))
         else:
+            if job.at_deadline and deadline <= time.monotonic():
+                # Somebody keeps its row locked, and a poll that waited for it knows no more: it is asked again until
+                # the grace is over, for which the timer runs.
+                for wait in [wait for wait in job.waits if wait.is_look]:
+                    self.on_timed_out(wait)
+                if job.waits:
+                    self._poll(job)
+                return
             job.at_deadline = False
             self._arm(job, deadline)
             self._plan(job)

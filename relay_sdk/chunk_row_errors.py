@@ -28,7 +28,7 @@ class RowErrors:
 
     def __init__(self, limit: int, max_data_bytes: int) -> None:
         self._limit = limit
-        self._max_data_bytes = max_data_bytes
+        self._max_data_bytes = min(max_data_bytes, check.MAX_DETAIL_BYTES)
         self._bytes = 0
         self.items: list[RowError] = []
         self.sent = 0

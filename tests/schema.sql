@@ -31,6 +31,21 @@ CREATE FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) RET
     AS $$ … $$;
 ALTER FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) OWNER TO relay_api;
 
+CREATE FUNCTION relay.check_json(p_what text, p_json jsonb, p_most text) RETURNS void
+    LANGUAGE plpgsql STABLE
+    AS $$ … $$;
+ALTER FUNCTION relay.check_json(p_what text, p_json jsonb, p_most text) OWNER TO relay_api;
+
+CREATE FUNCTION relay.check_parts(p_headers text[], p_bodies bytea[], p_codes text[], p_messages text[]) RETURNS void
+    LANGUAGE plpgsql STABLE
+    AS $$ … $$;
+ALTER FUNCTION relay.check_parts(p_headers text[], p_bodies bytea[], p_codes text[], p_messages text[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.check_size(p_what text, p_bytes bigint, p_most text) RETURNS void
+    LANGUAGE plpgsql STABLE
+    AS $$ … $$;
+ALTER FUNCTION relay.check_size(p_what text, p_bytes bigint, p_most text) OWNER TO relay_api;
+
 CREATE FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[] DEFAULT NULL::bigint[], p_start bigint DEFAULT 0, p_body_limit bigint DEFAULT 65536, p_batch_limit bigint DEFAULT 4194304, p_sweep interval DEFAULT NULL::interval) RETURNS TABLE(outcome text, tenant_id text, job_id uuid, operation text, headers text, body bytea, body_bytes bigint, attempt bigint, max_attempts bigint, fence bigint, seq bigint, created_at timestamp with time zone, expires_at timestamp with time zone, remaining interval)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -139,6 +154,11 @@ CREATE FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit 
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid) OWNER TO relay_api;
+
+CREATE FUNCTION relay.durable_check_event(p_actor text, p_channel text, p_holder text, p_detail jsonb) RETURNS void
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.durable_check_event(p_actor text, p_channel text, p_holder text, p_detail jsonb) OWNER TO relay_api;
 
 CREATE FUNCTION relay.durable_check_extra(p_extra jsonb) RETURNS void
     LANGUAGE plpgsql
@@ -475,6 +495,9 @@ begin
                           || @ != @.floor()) ? (@.type() != "null")))') then
     raise exception 'each chunk needs a payload (a JSON null is one), and rows, if any, are a whole number' using errcode = 'S2020';
   end if;
+  -- A claim brings the payloads of several tenants as text, and one that PostgreSQL cannot make would fail it for all.
+  perform relay.check_size('a payload', (select max(octet_length((e.value -> 'payload')::text))
+                                         from jsonb_array_elements(p_chunks) as e (value)), 'value');
   select j.status into v_status from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for no key update;
   if v_status is null or v_status = 'removing' then
@@ -760,6 +783,11 @@ begin
      or jsonb_path_exists(p_errors, '$[*] ? (@.type() != "object" || !exists (@.row ? (@.type() == "number")))') then
     raise exception 'row errors are a JSON array of objects with a row number' using errcode = 'S2020';
   end if;
+  -- Of a page that somebody reads each has its data.
+  perform relay.check_size('the code of a row error', max(octet_length(u.value ->> 'code')), '200'),
+          relay.check_size('the message of a row error', max(octet_length(u.value ->> 'message')), '8192'),
+          relay.check_size('the data of a row error', max(octet_length((u.value -> 'data')::text)), '131072')
+  from jsonb_array_elements(p_errors) as u (value);
   v_row := relay.durable_hold(v_tenant, p_job_id, p_seq, p_token, p_version);
   if v_row.row_id is null then
     raise exception 'the lease of this chunk is lost' using errcode = 'S2041';
@@ -1090,6 +1118,11 @@ CREATE FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) RETURNS TABL
     SET plan_cache_mode TO 'force_generic_plan'
     AS $$ … $$;
 ALTER FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) OWNER TO relay_api;
+
+CREATE FUNCTION relay.may_notify() RETURNS boolean
+    LANGUAGE plpgsql
+    AS $$ … $$;
+ALTER FUNCTION relay.may_notify() OWNER TO relay_api;
 
 CREATE FUNCTION relay.my_bindings() RETURNS TABLE(kind text, tenant_id text, relay_id text)
     LANGUAGE sql STABLE SECURITY DEFINER
@@ -1787,7 +1820,11 @@ ALTER TABLE relay.durable_turn OWNER TO relay_owner;
 CREATE TABLE relay.installation (
     only_row boolean DEFAULT true NOT NULL,
     secret bytea DEFAULT (uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid())) NOT NULL,
+    max_value_bytes bigint DEFAULT 8388608 NOT NULL,
+    max_checkpoint_bytes bigint DEFAULT 1048576 NOT NULL,
     created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT installation_max_checkpoint_bytes_check CHECK (((max_checkpoint_bytes >= 65536) AND (max_checkpoint_bytes <= 536870912))),
+    CONSTRAINT installation_max_value_bytes_check CHECK (((max_value_bytes >= 65536) AND (max_value_bytes <= 536870912))),
     CONSTRAINT installation_only_row_check CHECK (only_row)
 );
 ALTER TABLE relay.installation OWNER TO relay_owner;
@@ -2115,6 +2152,12 @@ GRANT ALL ON FUNCTION relay.channel(p_kind text, p_tenant text, p_relay text) TO
 
 REVOKE ALL ON FUNCTION relay.channel_name(p_kind text, p_tenant text, p_relay text) FROM PUBLIC;
 
+REVOKE ALL ON FUNCTION relay.check_json(p_what text, p_json jsonb, p_most text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.check_parts(p_headers text[], p_bodies bytea[], p_codes text[], p_messages text[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION relay.check_size(p_what text, p_bytes bigint, p_most text) FROM PUBLIC;
+
 REVOKE ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.claim(p_relay text, p_tenants text[], p_limit bigint, p_claimed_by text, p_claim_id uuid, p_lease interval, p_after bigint[], p_start bigint, p_body_limit bigint, p_batch_limit bigint, p_sweep interval) TO relay_worker;
 
@@ -2135,11 +2178,12 @@ GRANT ALL ON FUNCTION relay.durable_abandon(p_tenant text, p_job_id uuid) TO rel
 
 REVOKE ALL ON FUNCTION relay.durable_all_tenants() FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_all_tenants() TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_all_tenants() TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_all_tenants() TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_candidates(p_tenant text, p_kinds text[], p_limit bigint, p_job_id uuid) TO relay_worker;
+
+REVOKE ALL ON FUNCTION relay.durable_check_event(p_actor text, p_channel text, p_holder text, p_detail jsonb) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_check_extra(p_extra jsonb) FROM PUBLIC;
 
@@ -2148,7 +2192,6 @@ GRANT ALL ON FUNCTION relay.durable_checkpoint(p_tenant text, p_job_id uuid, p_s
 
 REVOKE ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_chunks(p_tenant text, p_job_id uuid, p_seqs bigint[], p_after bigint, p_limit bigint, p_status text) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_claim(p_tenants text[], p_kinds text[], p_limits bigint[], p_limit bigint, p_claimed_by text, p_token uuid, p_lease interval, p_start bigint, p_after jsonb, p_job_id uuid) FROM PUBLIC;
@@ -2187,7 +2230,6 @@ REVOKE ALL ON FUNCTION relay.durable_drop(p_tenant text, p_chunks tid[], p_error
 
 REVOKE ALL ON FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_events(p_tenant text, p_job_id uuid, p_after text, p_limit bigint) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_fail(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_message text, p_retryable boolean, p_delay interval, OUT status text, OUT last boolean) FROM PUBLIC;
@@ -2207,7 +2249,6 @@ REVOKE ALL ON FUNCTION relay.durable_has_open(p_tenant text, p_job_id uuid) FROM
 
 REVOKE ALL ON FUNCTION relay.durable_health(p_tenant text) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_health(p_tenant text) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_heartbeat(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval, p_rows_done bigint[]) FROM PUBLIC;
@@ -2225,7 +2266,6 @@ REVOKE ALL ON FUNCTION relay.durable_is_last(p_tenant text, p_job_id uuid) FROM 
 
 REVOKE ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_jobs(p_tenant text, p_job_ids uuid[], p_fresh boolean) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_matches(p_value jsonb, p_kind text, p_op text, p_wanted jsonb) FROM PUBLIC;
@@ -2240,7 +2280,6 @@ REVOKE ALL ON FUNCTION relay.durable_promote(p_tenant text, p_limit bigint) FROM
 
 REVOKE ALL ON FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_query(p_tenant text, p_table text, p_filter jsonb, p_job_id uuid, p_after jsonb, p_limit bigint) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_reap(p_tenant text, p_reaper text, p_limit bigint) FROM PUBLIC;
@@ -2250,14 +2289,12 @@ GRANT ALL ON FUNCTION relay.durable_reap(p_tenant text, p_reaper text, p_limit b
 
 REVOKE ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_record_event(p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_recount(p_tenant text, p_job_id uuid) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_refresh_counters(p_tenant text, p_job_id uuid) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_release(p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_to text, p_notify boolean) FROM PUBLIC;
@@ -2281,7 +2318,6 @@ REVOKE ALL ON FUNCTION relay.durable_ring(p_tenant text, p_jobs uuid[], p_work b
 
 REVOKE ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_row_errors(p_tenant text, p_job_id uuid, p_limit bigint, p_after_seq bigint, p_after_row bigint, p_after_code text, p_seq bigint) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_row_errors_add(p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb) FROM PUBLIC;
@@ -2297,12 +2333,10 @@ GRANT ALL ON FUNCTION relay.durable_seal(p_tenant text, p_job_id uuid, p_chunks 
 
 REVOKE ALL ON FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_set_chunk_statuses(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_seqs bigint[]) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_set_job_status(p_tenant text, p_job_id uuid, p_from text[], p_to text, p_extra jsonb, p_event jsonb) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_snapshot() FROM PUBLIC;
@@ -2330,12 +2364,10 @@ REVOKE ALL ON FUNCTION relay.durable_turn_to(p_tenant text, p_job_id uuid, p_sta
 
 REVOKE ALL ON FUNCTION relay.durable_turns() FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_turns() TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_turns() TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_turns() TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) TO relay_gateway;
-GRANT ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) TO relay_worker;
 GRANT ALL ON FUNCTION relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) TO relay_operator;
 
 REVOKE ALL ON FUNCTION relay.durable_write_extra(p_tenant text, p_job_id uuid, p_extra jsonb) FROM PUBLIC;
@@ -2376,6 +2408,8 @@ REVOKE ALL ON FUNCTION relay.login_is(p_kinds text[], p_tenant text) FROM PUBLIC
 REVOKE ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) TO relay_operator;
+
+REVOKE ALL ON FUNCTION relay.may_notify() FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.my_bindings() FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.my_bindings() TO relay_gateway;

@@ -16,6 +16,7 @@ from uuid import UUID, uuid4
 import anyio
 import pytest
 
+from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.migrate import migrate
 from gateway_sdk.durable_cli import timeline
 from tests.support import durable as sql
@@ -139,6 +140,17 @@ async def test_show_of_a_chunk_is_the_evidence_and_keeps_its_token(
     assert "lease_token" not in chunk
     nothing = await durable("show", job_id, "-c", 2, "-c", 9)
     assert (nothing.code, nothing.err) == (3, "the job has no chunk 9\n")
+
+
+async def test_of_a_long_value_show_prints_the_beginning_and_json_all(gateway: Connection, worker: Connection) -> None:
+    job_id = await sql.submit(gateway)
+    (lease,) = await sql.claim(worker)
+    await sql.complete(worker, lease, "x" * 100_000)
+    ended = await durable("show", job_id, "--chunk", 1)
+    assert len(ended.out) < 6000
+    assert ended.out.endswith("… and 96,002 characters more: --json has all of it\n")
+    (chunk,) = (await durable("show", job_id, "-c", 1, "--json")).document["chunks"]
+    assert len(chunk["outcome"]) == 100_000
 
 
 async def test_a_terminal_obeys_nothing_that_others_have_written(gateway: Connection, worker: Connection) -> None:
@@ -329,6 +341,25 @@ async def test_events_and_errors_are_read_to_the_end_a_page_at_a_time(
     assert re.fullmatch(r'chunk +2  row +1  AGE  not a number  \{"age": "x"\}', some.out.splitlines()[0])
     assert (await durable("errors", job_id, "-c", 7)).err == "no row was bad\n"
     assert (await durable("errors", job_id, "-c", 8)).code == 3
+
+
+async def test_behind_a_cursor_within_a_page_comes_its_rest_and_then_what_is_new(
+    gateway: Connection, worker: Connection
+) -> None:
+    """One command shows both; also where nothing is left of the page."""
+    job_id = await sql.submit(gateway, 9)
+    for _ in range(2):
+        await sql.claim(worker)
+    for limit, left in ((2, ["chunk_claimed"] * 3), (5, ["chunk_claimed"])):
+        begun = await durable("events", job_id, "--json", "--limit", limit)
+        cursor = re.fullmatch(r"to go on from here: --after '(.*)'\n", begun.err)
+        assert cursor is not None
+        assert ";" in cursor[1]
+        await sql.claim(worker)
+        told = [event["type"] for event in lines(await durable("events", job_id, "--json", "--after", cursor[1]))]
+        assert told == left
+        page = await DurableRepository(gateway).events("acme", job_id, after=cursor[1])
+        assert page.events
 
 
 async def test_events_are_followed_until_the_job_has_ended(
@@ -570,13 +601,14 @@ async def test_an_operator_of_one_tenant_sees_and_changes_that_one_alone(
     assert await sql.status(gateway, foreign) == "queued"
 
 
-async def test_a_worker_looks_and_decides_nothing(database: TestDatabase, gateway: Connection) -> None:
+async def test_a_worker_sees_and_decides_nothing(database: TestDatabase, gateway: Connection) -> None:
+    """A chunk is all that it is shown, by claiming it."""
     job_id = await sql.submit(gateway)
     dsn = ("--dsn", database.worker_dsn)
-    for command in ("list", "show", "events", "errors"):
-        assert (await durable(command, *([job_id] if command != "list" else []), *dsn)).code == 0, command
-    assert (await durable("watch", job_id, "--timeout", 0, *dsn)).code == 1
-    for arguments in (("pause", job_id), ("cancel", job_id, "--yes"), ("resolve", job_id, "done", 1)):
+    for arguments in (
+        *(("list",), *((command, job_id) for command in ("show", "events", "errors", "watch"))),
+        *(("pause", job_id), ("cancel", job_id, "--yes"), ("resolve", job_id, "done", 1)),
+    ):
         ended = await durable(*arguments, *dsn)
         assert (ended.code, "S2R-TENANCY-DENIED" in ended.err) == (1, True), ended.err
 

@@ -438,7 +438,7 @@ async def test_a_step_whose_reply_was_lost_is_made_again_and_changes_nothing(
 
 
 async def test_a_small_job_whose_commit_had_no_reply_is_stored_once_even_if_it_has_ended_meanwhile(
-    database: TestDatabase, admin: Connection, worker: Connection, monkeypatch: pytest.MonkeyPatch
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
         (lease,) = await durable.claim(worker)
@@ -461,7 +461,7 @@ async def test_a_small_job_whose_commit_had_no_reply_is_stored_once_even_if_it_h
     async with open_client(database.gateway_dsn) as client:
         job_id = await client.tenant(TENANT).durable.submit("import", ["only"])
     assert tries == 2
-    assert await durable.status(worker, job_id) == "completed"
+    assert await durable.status(gateway, job_id) == "completed"
     assert await numbers(admin, job_id) == [1]
 
 

@@ -39,7 +39,7 @@ async def test_doctor_is_content_with_jobs_that_run_and_with_paused_ones(
     await sql.claim(worker)
     await sql.control(gateway, paused, "pause")
     assert await sql.status(gateway, running) == "running"
-    for dsn in (database.gateway_dsn, database.worker_dsn, database.operator_dsn):
+    for dsn in (database.gateway_dsn, database.operator_dsn):
         (finding,) = await found(dsn)
         assert (finding.verdict, finding.found) == (
             "pass",
@@ -66,15 +66,15 @@ async def test_doctor_finds_lost_leases_that_nobody_takes_back_and_that_nobody_s
     await sql.submit(gateway, 2)
     await sql.claim(worker, 2)
     await sql.run_out(admin, 10)
-    assert [finding.verdict for finding in await found(database.worker_dsn)] == ["pass"]
+    assert [finding.verdict for finding in await found(database.gateway_dsn)] == ["pass"]
     await sql.run_out(admin, 300)
-    _, never = await found(database.worker_dsn)
+    _, never = await found(database.gateway_dsn)
     assert never.found.startswith("nobody looks for leases that have run out and jobs that nobody has ended: ")
     await take_turns(worker)
-    (lost,) = await found(database.worker_dsn)
+    (lost,) = await found(database.gateway_dsn)
     assert lost.found == "2 chunks have lost their lease, the first 5 min ago, and nobody has taken them back"
     await admin.execute("update relay.durable_turn set next_due_at = now() - interval '5 min' where name = 'lease'")
-    _, swept = await found(database.worker_dsn)
+    _, swept = await found(database.gateway_dsn)
     assert swept.found == "nobody looks for leases that have run out: the turns of these sweeps are not taken"
     assert "start a relay with a chunk handler" in str(swept.mend)
 

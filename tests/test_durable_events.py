@@ -14,7 +14,7 @@ from tests.support import durable
 from tests.support.activity import pid_of, wait_until_blocked
 from tests.support.databases import TestDatabase
 from tests.support.durable import EVENT, JOB
-from tests.support.protocol import TENANT, Connection, connected
+from tests.support.protocol import TENANT, Connection, connected, logins
 
 pytestmark = pytest.mark.case("C46")
 
@@ -113,17 +113,22 @@ async def test_whoever_sees_the_new_status_sees_its_event(database: TestDatabase
 
 @pytest.mark.case("C22")
 async def test_events_of_one_transaction_are_in_its_order_and_of_no_equal_number(
-    gateway: Connection, worker: Connection
+    database: TestDatabase,
 ) -> None:
-    """C22: not by the transaction's clock, which stands still."""
-    job_id = await durable.submit(gateway, 3)
-    leases = await durable.claim(worker, 3)
-    async with worker.transaction():
-        for n in range(20):
-            await _tell(worker, job_id, str(n))
-        for lease in leases:
-            await durable.fail(worker, lease, retryable=False)
-    rows, _ = await durable.events(gateway, job_id)
+    """C22: not by the transaction's clock, which stands still. (By a login that is both: no other may.)"""
+    async with logins(database) as made:
+        name = await made.create()
+        await made.bind(name, "gateway", TENANT)
+        await made.bind(name, "worker", TENANT)
+        both = await made.connect(name)
+        job_id = await durable.submit(both, 3)
+        leases = await durable.claim(both, 3)
+        async with both.transaction():
+            for n in range(20):
+                await _tell(both, job_id, str(n))
+            for lease in leases:
+                await durable.fail(both, lease, retryable=False)
+        rows, _ = await durable.events(both, job_id)
     mine = [row for row in rows if row["type"] in ("note", "chunk_failed")]
     assert [row["actor"] for row in mine[:20]] == [str(n) for n in range(20)]
     assert [row["seq"] for row in mine[20:]] == [1, 2, 3]

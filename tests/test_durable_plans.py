@@ -14,7 +14,7 @@ from dispatch_core.dev.logins import GATEWAY_LOGIN, WORKER_LOGIN
 from tests.support import durable
 from tests.support.databases import TestDatabase
 from tests.support.durable import CHUNK, EVENT, JOB, KIND, ROW_ERROR
-from tests.support.plans import Connection, Explained, explained
+from tests.support.plans import Connection, Explained, Recorder, explained
 from tests.support.protocol import TENANT, connected
 
 pytestmark = pytest.mark.case("C14")
@@ -117,6 +117,19 @@ _CLAIM: set[str | None] = {
 _LAST = {"durable_chunk_open"}
 
 
+def _runner(plans: Recorder) -> Callable[..., Awaitable[Any]]:
+    async def run(call: Awaitable[Any], expected: set[str | None], most: int = 3 * BATCH + 60) -> Any:
+        plans.take()
+        answer = await call
+        used: set[str | None] = set()
+        for statement in plans.take():
+            used |= _check(statement, most)
+        assert used == expected, used ^ expected
+        return answer
+
+    return run
+
+
 @pytest.mark.parametrize(
     "state", [_never_analyzed, _analyzed_when_full, _vacuumed_when_drained], ids=lambda state: state.__name__[1:]
 )
@@ -128,15 +141,7 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
         await admin.execute(f"alter table {table} set (autovacuum_enabled = off)")
     await state(admin)
     async with explained(database, WORKER_LOGIN) as (conn, plans):
-
-        async def run(call: Awaitable[Any], expected: set[str | None], most: int = 3 * BATCH + 60) -> Any:
-            plans.take()
-            answer = await call
-            used: set[str | None] = set()
-            for statement in plans.take():
-                used |= _check(statement, most)
-            assert used == expected, used ^ expected
-            return answer
+        run = _runner(plans)
 
         by_key: set[str | None] = {"durable_chunk_pkey", "durable_job_pkey"}
         for _ in range(7):
@@ -182,17 +187,20 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
                 {"durable_job_open", "durable_job_aside", "durable_chunk_open", "durable_chunk_running"},
                 400,
             )
+            await run(
+                conn.fetch("select * from relay.durable_candidates($1, $2, 20)", TENANT, [KIND]),
+                {"durable_chunk_due", "durable_job_open", "durable_chunk_open"},
+                100,
+            )
+    async with explained(database, GATEWAY_LOGIN) as (conn, plans):
+        run = _runner(plans)
+        for _ in range(7):
             await run(durable.job(conn, _BIG, fresh=False), {"durable_job_pkey"}, 5)
             await run(conn.fetch("select * from relay.durable_chunks($1, $2, $3)", TENANT, _BIG, [3, 4]), by_key, 5)
             await run(
                 conn.fetch("select * from relay.durable_chunks($1, $2, null, 9000, 20)", TENANT, _BIG),
                 by_key,
                 BATCH + 5,
-            )
-            await run(
-                conn.fetch("select * from relay.durable_candidates($1, $2, 20)", TENANT, [KIND]),
-                {"durable_chunk_due", "durable_job_open", "durable_chunk_open"},
-                100,
             )
             rows, cursor = await run(
                 durable.events(conn, _BIG, None, BATCH), {"durable_event_pkey", "durable_job_pkey"}, BATCH + 5
@@ -204,8 +212,6 @@ async def test_every_statement_reads_the_rows_it_is_about_by_the_index_it_is_mea
                 {"durable_row_error_pkey", "durable_job_pkey"},
                 BATCH + 5,
             )
-    async with explained(database, GATEWAY_LOGIN) as (conn, plans):
-        for _ in range(7):
             job_id = await durable.submit(conn, 5)
             plans.take()
             await durable.control(conn, job_id, "pause")

@@ -43,7 +43,7 @@ class Stage:
         elif state == "failed":
             await durable.fail(self.worker, lease, retryable=False)
         elif state == "cancelled":
-            await self.worker.fetchval(
+            await self.gateway.fetchval(
                 "select relay.durable_set_chunk_statuses($1, $2, '{running}', 'cancelled')", TENANT, job_id
             )
         elif state == "needs_review":
@@ -212,13 +212,13 @@ async def test_statuses_of_chunks_move_from_those_expected_alone_and_whoever_ran
             move = "select relay.durable_set_chunk_statuses($1, $2, $3::text[], $4, '{}', '{1}')"
             if to == "running":
                 with pytest.raises(asyncpg.PostgresError) as raised:
-                    await stage.worker.fetchval(move, TENANT, lease.job_id, [state], to)
+                    await stage.gateway.fetchval(move, TENANT, lease.job_id, [state], to)
                 assert raised.value.sqlstate == "S2020"
                 continue
             others = [other for other in CHUNK_STATES if other != state]
-            assert await stage.worker.fetchval(move, TENANT, lease.job_id, others, to) == 0
+            assert await stage.gateway.fetchval(move, TENANT, lease.job_id, others, to) == 0
             before = await _row(stage.admin, lease)
-            assert await stage.worker.fetchval(move, TENANT, lease.job_id, [state], to) == 1
+            assert await stage.gateway.fetchval(move, TENANT, lease.job_id, [state], to) == 1
             after = await _row(stage.admin, lease)
             assert (after["status"], after["lease_token"]) == (to, None)
             assert after["lease_version"] == before["lease_version"] + 1
@@ -295,10 +295,10 @@ async def test_a_jobs_status_is_set_by_compare_and_set_and_the_loser_writes_noth
             notes = (await durable.told(stage.gateway, job_id)).count("note")
             others = [other for other in JOB_STATES if other != state]
             arguments = [TENANT, job_id, others, to, '{"priority": 7}']
-            assert await stage.worker.fetchval(set_status, *arguments) is False
+            assert await stage.gateway.fetchval(set_status, *arguments) is False
             assert await durable.status(stage.gateway, job_id) == state
             arguments[2] = [state, "queued"]
-            won = await stage.worker.fetchval(set_status, *arguments)
+            won = await stage.gateway.fetchval(set_status, *arguments)
             assert won == (to in MAY[state]), (state, to)
             found = await durable.job(stage.gateway, job_id)
             assert found is not None
@@ -310,13 +310,13 @@ async def test_a_jobs_status_is_set_by_compare_and_set_and_the_loser_writes_noth
             ("select relay.durable_set_job_status($1, $2, '{queued}', 'running', $3)", [TENANT, job_id, extra]),
             ("select relay.durable_update_job($1, $2, $3)", [TENANT, job_id, extra]),
         ):
-            assert await _raising(stage.worker.fetchval(sql, *arguments)) == "S2020"
+            assert await _raising(stage.gateway.fetchval(sql, *arguments)) == "S2020"
     extra = '{"priority": 3, "last_error": "e", "max_attempts": 9, "params": {"a": 1}}'
-    assert await stage.worker.fetchval("select relay.durable_update_job($1, $2, $3)", TENANT, job_id, extra) is True
+    assert await stage.gateway.fetchval("select relay.durable_update_job($1, $2, $3)", TENANT, job_id, extra) is True
     found = await durable.job(stage.gateway, job_id)
     assert found is not None
     assert [found[n] for n in ("priority", "last_error", "max_attempts", "params")] == [3, "e", 9, '{"a": 1}']
-    unknown = await stage.worker.fetchval("select relay.durable_update_job($1, $2, $3)", TENANT, UUID(int=7), extra)
+    unknown = await stage.gateway.fetchval("select relay.durable_update_job($1, $2, $3)", TENANT, UUID(int=7), extra)
     assert unknown is False
 
 

@@ -95,8 +95,8 @@ async def test_rows_and_the_chunks_end_are_there_exactly_once(
         settled = await stores.worker.complete_chunk(lease, ChunkOutcome(MARK, 3, 2), conn=worker)
         assert (settled.outcome, settled.last) == (WriteOutcome.APPLIED, True)
         await (transaction.rollback() if rolls_back else transaction.commit())
-        chunk = await stores.worker.get_chunk(lease.job_id, 1)
-        errors = await stores.worker.row_errors(lease.job_id)
+        chunk = await stores.gateway.get_chunk(lease.job_id, 1)
+        errors = await stores.gateway.row_errors(lease.job_id)
         assert chunk is not None
         if rolls_back:
             assert await kept(admin) == []
@@ -148,14 +148,14 @@ async def test_the_fence_is_held_to_the_commit_though_the_lease_runs_out_before(
         assert await stores.worker.claim_next_chunk_skip_locked(lease.job_id) is None
     (reaped,) = await stores.worker.reap_expired()
     assert reaped.status is ChunkStatus.NEEDS_REVIEW
-    chunk = await stores.worker.get_chunk(lease.job_id, 1)
+    chunk = await stores.gateway.get_chunk(lease.job_id, 1)
     assert chunk is not None
     assert chunk.checkpoint == 1
     assert await kept(admin) == [1]
 
 
 async def test_a_claim_in_the_callers_transaction_is_one_when_that_commits(stores: Stores, worker: Connection) -> None:
-    chunk = await stores.worker.get_chunk(await stores.job(1), 1)
+    chunk = await stores.gateway.get_chunk(await stores.job(1), 1)
     assert chunk is not None
     transaction = worker.transaction()
     await transaction.start()
@@ -174,7 +174,7 @@ async def test_a_claim_in_the_callers_transaction_is_one_when_that_commits(store
 async def test_a_lease_begins_when_it_is_granted_in_a_transaction_that_waited(
     stores: Stores, worker: Connection
 ) -> None:
-    chunk = await stores.worker.get_chunk(await stores.job(1), 1)
+    chunk = await stores.gateway.get_chunk(await stores.job(1), 1)
     assert chunk is not None
     async with worker.transaction():
         began = await worker.fetchval("select now()")
@@ -185,7 +185,7 @@ async def test_a_lease_begins_when_it_is_granted_in_a_transaction_that_waited(
         await worker.fetchval("select pg_sleep(0.05)")
         assert await stores.worker.heartbeat(lease, 10, conn=worker)
         renewed = await worker.fetchval(
-            "select lease_expires_at from relay.durable_chunks($1, $2)", TENANT, chunk.job_id
+            "select lease_expires_at from relay.durable_claim_again($1, $2)", [TENANT], lease.token
         )
         assert renewed >= began + timedelta(seconds=10.1)
 
@@ -265,7 +265,7 @@ async def whole_life(stores: Stores, submits: Connection, works: Connection) -> 
     job_id = await stores.gateway.insert_job(durable.KIND, MARK, created_by="bób", priority=-5, conn=submits)
     assert await stores.gateway.insert_chunks(job_id, [MARK, 2, None], from_seq=1, conn=submits) == 3
     await submits.execute("commit")
-    chunk = await stores.worker.get_chunk(job_id, 1)
+    chunk = await stores.gateway.get_chunk(job_id, 1)
     assert chunk is not None
     assert chunk.payload == MARK
     await works.execute("begin")
@@ -278,11 +278,11 @@ async def whole_life(stores: Stores, submits: Connection, works: Connection) -> 
     assert await stores.worker.heartbeat(lease, conn=works)
     assert not (await stores.worker.complete_chunk(lease, ChunkOutcome(MARK), conn=works)).last
     await works.execute("commit")
-    after = await stores.worker.get_chunk(job_id, 1)
+    after = await stores.gateway.get_chunk(job_id, 1)
     assert after is not None
     assert (after.status, after.outcome, after.checkpoint, after.rows_done) == (ChunkStatus.DONE, MARK, MARK, 2)
     assert after.updated_at - lease.expires_at < timedelta(seconds=-60)
-    (error,) = await stores.worker.row_errors(job_id)
+    (error,) = await stores.gateway.row_errors(job_id)
     assert (error.row, error.code, error.message, error.data) == (-(2**62), "cödé", "m\N{REPLACEMENT CHARACTER}", MARK)
     # And the loser's side of it.
     await works.execute("begin")

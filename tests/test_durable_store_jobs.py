@@ -74,7 +74,7 @@ async def test_a_job_is_read_as_it_was_inserted(stores: Stores) -> None:
     job_id = await stores.gateway.insert_job(
         "import", params, idempotent=False, max_attempts=7, priority=-3, created_by="bób"
     )
-    job = await stores.worker.get_job(job_id)
+    job = await stores.gateway.get_job(job_id)
     assert job is not None
     assert (job.tenant_id, job.job_id, job.kind, job.params) == (TENANT, job_id, "import", params)
     assert (job.idempotent, job.max_attempts, job.priority, job.created_by) == (False, 7, -3, "bób")
@@ -310,7 +310,7 @@ async def test_counters_that_somebody_has_tampered_with_are_put_right(stores: St
     job_id = await stores.job(4)
     await stores.worker.complete_chunk((await stores.claim(job_id)).lease)
     await admin.execute("update relay.durable_job set chunks_done = 77, rows_failed = -5, chunks_pending = 0")
-    chunks = await stores.worker.refresh_counters(job_id)
+    chunks = await stores.gateway.refresh_counters(job_id)
     assert [chunk.status for chunk in chunks] == ["done", "pending", "pending", "pending"]
     assert await durable.counters_are_exact(admin, job_id)
     job = await stores.gateway.get_job(job_id)

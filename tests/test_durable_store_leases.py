@@ -67,7 +67,7 @@ async def test_a_claim_gives_a_lease_by_both_clocks(stores: Stores) -> None:
 
 async def test_a_chunk_is_claimed_once_by_the_version_that_was_read(stores: Stores, admin: Connection) -> None:
     job_id = await stores.job(1)
-    chunk = await stores.worker.get_chunk(job_id, 1)
+    chunk = await stores.gateway.get_chunk(job_id, 1)
     assert chunk is not None
     lease = await stores.worker.claim_chunk(chunk, holder="me")
     assert lease is not None
@@ -78,13 +78,13 @@ async def test_a_chunk_is_claimed_once_by_the_version_that_was_read(stores: Stor
     assert await stores.worker.release_chunk(lease)
     async with nothing_written(admin):
         assert await stores.worker.claim_chunk(chunk) is None
-    again = await stores.worker.get_chunk(job_id, 1)
+    again = await stores.gateway.get_chunk(job_id, 1)
     assert again is not None
     assert await stores.worker.claim_chunk(again) is not None
 
 
 async def test_of_many_who_claim_a_chunk_as_read_one_gets_it(stores: Stores) -> None:
-    chunk = await stores.worker.get_chunk(await stores.job(1), 1)
+    chunk = await stores.gateway.get_chunk(await stores.job(1), 1)
     assert chunk is not None
     got: list[JobLease | None] = []
 
@@ -101,7 +101,7 @@ async def test_of_many_who_claim_a_chunk_as_read_one_gets_it(stores: Stores) -> 
 @pytest.mark.parametrize("status", ["paused", "cancelled", "failed", "completed", "needs_review"])
 async def test_nothing_is_claimed_of_a_job_that_does_not_run(stores: Stores, admin: Connection, status: str) -> None:
     job_id = await stores.job(1)
-    chunk = await stores.worker.get_chunk(job_id, 1)
+    chunk = await stores.gateway.get_chunk(job_id, 1)
     assert chunk is not None
     assert await stores.gateway.set_job_status(job_id, "queued", status)
     async with nothing_written(admin):
@@ -245,7 +245,7 @@ async def test_a_lease_of_another_tenant_is_refused_before_any_sql(stores: Store
 async def test_a_heartbeat_has_the_lease_go_on_from_now(stores: Stores) -> None:
     lease = await stores.lease()
     assert await stores.worker.heartbeat(lease, 500)
-    chunk = await stores.worker.get_chunk(lease.job_id, 1)
+    chunk = await stores.gateway.get_chunk(lease.job_id, 1)
     assert chunk is not None
     assert chunk.lease_expires_at is not None
     left = chunk.lease_expires_at - await stores.worker.now()

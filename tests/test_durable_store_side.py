@@ -30,12 +30,12 @@ async def test_an_event_is_told_with_all_that_is_known_of_it(stores: Stores) -> 
     lease = await stores.lease(3)
     page = await stores.gateway.events(lease.job_id)
     chunk = await stores.gateway.get_chunk(lease.job_id, 3)
-    assert await stores.worker.record_event(
+    assert await stores.gateway.record_event(
         lease.job_id, 2, "looked_at", "ann", "web", "relay:9", {"note": "ü", "big": 2**70}
     )
-    assert await stores.worker.record_event(lease.job_id, lease, "chunk_failed")
-    assert await stores.worker.record_event(lease.job_id, chunk, "note", detail=None)
-    assert await stores.worker.record_event(lease.job_id, None, "note", actor="bob")
+    assert await stores.gateway.record_event(lease.job_id, lease, "chunk_failed")
+    assert await stores.gateway.record_event(lease.job_id, chunk, "note", detail=None)
+    assert await stores.gateway.record_event(lease.job_id, None, "note", actor="bob")
     events = (await stores.gateway.events(lease.job_id, page.next)).events
     assert [(event.seq, event.type, event.actor) for event in events] == [
         (2, "looked_at", "ann"), (1, "chunk_failed", None), (3, "note", None), (None, "note", "bob"),
@@ -51,7 +51,7 @@ async def test_an_event_is_told_while_the_callers_own_transaction_has_the_job_an
         await stores.worker.checkpoint(lease, 1, conn=worker)
         await other.execute("select 1 from relay.durable_job for update")
         with anyio.fail_after(HANGS):
-            assert await stores.worker.record_event(lease.job_id, lease, "halfway")
+            assert await stores.gateway.record_event(lease.job_id, lease, "halfway")
             assert await stores.gateway.record_event(lease.job_id, None, "looked_at")
     # It does not go with that transaction.
     assert [event.type for event in (await stores.gateway.events(lease.job_id)).events][-2:] == ["halfway", "looked_at"]
@@ -62,7 +62,7 @@ async def test_an_event_stays_when_the_callers_transaction_rolls_back(stores: St
     transaction = worker.transaction()
     await transaction.start()
     await stores.worker.checkpoint(lease, 1, conn=worker)
-    assert await stores.worker.record_event(lease.job_id, lease, "tried")
+    assert await stores.gateway.record_event(lease.job_id, lease, "tried")
     await transaction.rollback()
     assert (await stores.gateway.events(lease.job_id)).events[-1].type == "tried"
 
@@ -74,12 +74,12 @@ async def test_what_waits_for_a_locked_table_is_logged_and_given_up(
     async with connected(database.admin_dsn) as other, other.transaction():
         await other.execute("lock table relay.durable_event in access exclusive mode")
         with anyio.fail_after(HANGS):
-            assert not await stores.worker.record_event(lease.job_id, lease, "late")
+            assert not await stores.gateway.record_event(lease.job_id, lease, "late")
     assert "DatabaseBusyError" in caplog.text
-    assert await stores.worker.record_event(lease.job_id, lease, "late")
+    assert await stores.gateway.record_event(lease.job_id, lease, "late")
     # The lock timeout was that statement's own, on whatever connection of the pool.
     for _ in range(4):
-        (row,) = await stores.workers.execute("select current_setting('lock_timeout') as value")
+        (row,) = await stores.gateways.execute("select current_setting('lock_timeout') as value")
         assert row["value"] == "0"
 
 

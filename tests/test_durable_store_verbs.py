@@ -277,7 +277,7 @@ async def test_without_a_tenant_the_one_that_is_bound_is_meant(gateway: Connecti
         assert claimed.lease.tenant_id == OTHER
     # A lease says by itself whose it is.
     assert await runs.heartbeat(claimed.lease)
-    assert await DurableJobStore(worker, TENANT).get_job(job_id) is None
+    assert await DurableJobStore(gateway, TENANT).get_job(job_id) is None
 
 
 async def test_what_rings_has_a_channel_for_each_tenant_and_kind(verbs: Verbs) -> None:
@@ -340,7 +340,7 @@ async def test_the_reply_of_a_claim_that_was_lost_is_asked_for(database: TestDat
     job_id = await verbs.job(2, idempotent=False)
     async with Forgetful(database.worker_dsn) as workers:
         store = DurableJobStore(workers, TENANT)
-        chunk = await store.get_chunk(job_id, 1)
+        (chunk,) = await verbs.gateway.chunks(TENANT, job_id, seqs=[1])
         assert chunk is not None
         workers.words = "relay.durable_claim"
         if way == "claim_chunk":

@@ -73,12 +73,11 @@ class _Storm:
             )
 
         async def claim_chunk() -> None:
-            job_id, seq = chance.choice(self.jobs), chance.randint(1, CHUNKS)
-            (found,) = await conn.fetch(
-                "select lease_version from relay.durable_chunks($1, $2, $3)", TENANT, job_id, [seq]
-            )
-            lease = await durable.claim_chunk(conn, job_id, seq, found["lease_version"], lease=5)
-            self.leases += [lease] if lease else []
+            found = await conn.fetch("select * from relay.durable_candidates($1, $2, 10)", TENANT, [durable.KIND])
+            if found:
+                one = chance.choice(found)
+                lease = await durable.claim_chunk(conn, one["job_id"], one["seq"], one["lease_version"], lease=5)
+                self.leases += [lease] if lease else []
 
         async def in_a_transaction() -> None:
             for lease in some(1):

@@ -53,18 +53,18 @@ async def _seen(gateway: Connection, worker: Connection, job_id: UUID) -> list[A
         *await worker.fetch("select * from relay.durable_tenants()"),
         *await durable.finish(worker, job_id),
         *await worker.fetch("select * from relay.durable_finish_lost($1, 10)", TENANT),
-        *await worker.fetch("select * from relay.durable_refresh_counters($1, $2)", TENANT, job_id),
+        *await gateway.fetch("select * from relay.durable_refresh_counters($1, $2)", TENANT, job_id),
         *[
             outcome
             for action in ("pause", "resume", "cancel", "retry_failed")
             if (outcome := (await durable.control(gateway, job_id, action))["outcome"]) != "unknown"
         ],
-        await worker.fetchval("select relay.durable_update_job($1, $2, '{}')", TENANT, job_id) or None,
-        await worker.fetchval(
+        await gateway.fetchval("select relay.durable_update_job($1, $2, '{}')", TENANT, job_id) or None,
+        await gateway.fetchval(
             "select relay.durable_set_chunk_statuses($1, $2, '{pending}', 'cancelled')", TENANT, job_id
         )
         or None,
-        await worker.fetchval(
+        await gateway.fetchval(
             "select relay.durable_record_event($1, $2, null, 'note', 'a', 'c', 'h', null)", TENANT, job_id
         )
         or None,
@@ -138,7 +138,7 @@ async def test_a_job_without_chunks_is_completed_when_it_is_sealed(gateway: Conn
 @pytest.mark.invariant("J1")
 @pytest.mark.invariant("I8")
 async def test_in_the_callers_transaction_job_and_chunks_commit_together_or_never_were(
-    gateway: Connection, worker: Connection, admin: Connection
+    gateway: Connection, worker: Connection, operator: Connection, admin: Connection
 ) -> None:
     job_id = uuid4()
     transaction = gateway.transaction()
@@ -146,7 +146,7 @@ async def test_in_the_callers_transaction_job_and_chunks_commit_together_or_neve
     await _insert_job(gateway, job_id, submitting=False)
     await _insert_chunks(gateway, job_id, ["a"], None)
     assert await durable.status(gateway, job_id) == "queued", "its own transaction sees it"
-    assert await durable.job(worker, job_id) is None
+    assert await durable.job(operator, job_id) is None
     assert await durable.claim(worker) == []
     await transaction.rollback()
     assert await durable.job(gateway, job_id) is None
@@ -158,7 +158,7 @@ async def test_in_the_callers_transaction_job_and_chunks_commit_together_or_neve
         await _insert_chunks(gateway, job_id, ["a"], None)
         async with gateway.transaction():
             await _insert_chunks(gateway, job_id, ["b"], None)
-    assert await durable.states(worker, job_id) == ["pending"] * 2
+    assert await durable.states(operator, job_id) == ["pending"] * 2
     assert await durable.counters_are_exact(admin, job_id)
 
 

@@ -62,6 +62,11 @@ INSIDE_OF_VERBS = {
     "durable_may",
     "durable_sweep_chunks",
     "durable_check_extra",
+    "durable_check_event",
+    "check_size",
+    "check_json",
+    "check_parts",
+    "may_notify",
     "durable_write_extra",
     "durable_matches",
     "durable_meets",
@@ -71,9 +76,9 @@ INSIDE_OF_VERBS = {
 BY_EVERYBODY = {"bound_tenant", "row_tenant"}
 COMMON = {
     "now", "session_age", "my_bindings", "sweep_turn", "sweep_again", "run_sweeps", "tenants_due",
-    "durable_sweep_turn", "durable_run_sweeps", "durable_tenants_due", "durable_all_tenants", "durable_turns",
+    "durable_sweep_turn", "durable_run_sweeps", "durable_tenants_due",
 }  # fmt: skip
-BY_ALL_BUT_WORKERS = {"outbox_tenants"}
+BY_ALL_BUT_WORKERS = {"outbox_tenants", "durable_all_tenants", "durable_turns"}
 BY_WORKERS = {"durable_tenants"}
 
 

@@ -79,6 +79,7 @@ SURFACE = {
         "TenancyError",
         "TenancyMismatchError",
         "TenancyUnboundError",
+        "TooLargeError",
         "TransactionRequiredError",
         "UnknownJobError",
         "WaitTimeoutError",

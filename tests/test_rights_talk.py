@@ -58,7 +58,6 @@ async def test_a_session_is_not_told_the_channels_that_its_calls_ring(
             ("relay.ring('{cancel}', '{a}', '{one}', $1)", [[ids]]),
             ("relay.complete('one', $1, '{a}', '{1}', $2, '{1}', null, null, null, null, null, null, true)",
              [ME, [ended.job_id]]),
-            ("relay.durable_set_job_status('a', $1, '{running}', 'paused')", [lease.job_id]),
             ("relay.durable_release('{a}', $1, $2, $3, $4, p_notify => true)",
              [[lease.job_id], [lease.seq], [lease.token], [lease.version]]),
         ],
@@ -71,6 +70,7 @@ async def test_a_session_is_not_told_the_channels_that_its_calls_ring(
             ("relay.durable_insert_job('a', $1, 'import', '{}', true, 1, 0, 'me', true)", [hidden]),
             ("relay.durable_insert_chunks('a', $1, '[{\"payload\": 1}]')", [hidden]),
             ("relay.durable_seal('a', $1)", [hidden]),
+            ("relay.durable_set_job_status('a', $1, '{running}', 'paused')", [lease.job_id]),
         ],
     }  # fmt: skip
     async with logins(database) as made:

@@ -35,7 +35,7 @@ EXCEPTIONS = {
     ("34_dispatch_end.sql", "sweep_turn"),
 }
 # Statements that are put together at run time: binding a tenant on Citus, and taking rights back from every function.
-DYNAMIC = {("10_tenancy.sql", "set_tenant"), ("90_grants.sql", "do")}
+DYNAMIC = {("10_tenancy.sql", "set_tenant"), ("90_grants.sql", "do"), ("93_durable_grants.sql", "do")}
 
 
 @pytest.fixture(scope="module")

@@ -251,13 +251,15 @@ async def test_every_internal_function_is_among_those_that_were_tried(admin: Con
     internal = {
         "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",
         "end_jobs", "return_jobs", "renew_jobs", "ready_jobs", "drop_jobs", "request_digest",
-        "claim_turn", "notify", "confirm_commit",
+        "claim_turn", "notify", "may_notify", "confirm_commit", "check_size", "check_json", "check_parts",
+        "pace", "retry_after", "pending_upto",
         "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
         "outbox_choose", "outbox_restart", "outbox_last", "outbox_matching",
         "durable_move", "durable_renew", "durable_done", "durable_tell", "durable_count", "durable_turn_to",
         "durable_has_open", "durable_conclude", "durable_ring", "durable_snapshot", "durable_promote", "durable_start",
         "durable_hold", "durable_may", "durable_sweep_chunks",
-        "durable_check_extra", "durable_write_extra", "durable_matches", "durable_meets", "durable_drop",
+        "durable_check_extra", "durable_check_event", "durable_write_extra", "durable_matches", "durable_meets",
+        "durable_drop",
         "durable_recount", "durable_is_last", "durable_complete_one", "durable_complete_all",
     }  # fmt: skip
     rows = await admin.fetch("select distinct proname from pg_proc where pronamespace = 'relay'::regnamespace")

@@ -14,6 +14,10 @@
 --
 -- With trace_notify, which anybody may set, the server tells a session each channel that it notifies: so a function that does is
 -- one that switches it off. A login rings channels for which it may not listen, and one that is all tenants'.
+--
+-- The queue of notifications is the server's. Whoever may connect can fill it, by listening in a transaction that he leaves open
+-- while he notifies, and then each commit that notifies fails: a job could not be enqueued, an event not be written. So from
+-- half full on nothing of ours rings (relay.may_notify): what there is to do is found by polling.
 
 -- Guarantees: a pure function of secret, kind, tenant and relay: lower case, ASCII, 44 bytes (PostgreSQL cuts a name at 63).
 --   The lengths keep ('a', 'bc') and ('ab', 'c') apart.
@@ -69,7 +73,16 @@ begin
     'result, outbox, durable or durable_watch' using errcode = 'S2020';
 end $$;
 
--- Guarantees: a NOTIFY at this transaction's commit, and the caller's session is not told the channel's name.
+-- Guarantees: whether there is room for notifications. What is rung between this look and the commit is far less than the other half.
+create or replace function relay.may_notify() returns boolean
+language plpgsql
+as $$
+begin
+  return pg_notification_queue_usage() < 0.5;
+end $$;
+
+-- Guarantees: a NOTIFY at this transaction's commit, and the caller's session is not told the channel's name. None where the queue is
+--   half full.
 -- Locks: the commit takes the database-wide notification lock until its WAL is flushed.
 -- Internal. For verbs that seldom ring: with the SET clause on themselves each call of theirs would pay for it.
 create or replace function relay.notify(p_channel text, p_payload text) returns void
@@ -77,10 +90,11 @@ language plpgsql
 set trace_notify = off
 as $$
 begin
-  perform pg_notify(p_channel, p_payload);
+  perform pg_notify(p_channel, p_payload) where relay.may_notify();
 end $$;
 
--- Guarantees: one NOTIFY a row, at this transaction's commit. The arrays go side by side:
+-- Guarantees: one NOTIFY a row, at this transaction's commit; none where the queue of notifications is half full. The arrays go side by
+--   side:
 --   kind 'wake' (tenant, relay, no payload), 'cancel' (tenant, relay, ids), 'result' and 'durable_watch' (tenant, ids),
 --   'durable' (tenant, ids or no payload). A payload is job ids in 32
 --   lower-case hex digits each, joined by commas: at most 200 of them, 33 bytes each, stay below the 8000 bytes that a NOTIFY
@@ -98,6 +112,7 @@ declare
   v_ring record;
   v_before text;
   v_count bigint := 0;
+  v_room  boolean := relay.may_notify();
 begin
   for v_ring in
     select r.kind, r.tenant, case when r.kind in ('wake', 'cancel') then coalesce(r.relay, '') end as relay,
@@ -117,7 +132,8 @@ begin
     v_before := relay.bind_tenant(v_ring.tenant, v_ring.relay);
     perform pg_notify(
       relay.channel_name(case when v_ring.kind = 'cancel' then 'wake' else v_ring.kind end,
-                         coalesce(v_ring.tenant, v_before), v_ring.relay), v_ring.payload);
+                         coalesce(v_ring.tenant, v_before), v_ring.relay), v_ring.payload)
+    where v_room;
     perform relay.unbind_tenant(v_before);
     v_count := v_count + 1;
   end loop;

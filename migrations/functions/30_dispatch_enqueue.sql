@@ -12,7 +12,7 @@
 --   Deadline: the job's expires_at, else the database clock + its ttl. A delay above 0 = not claimable before that. Rings
 --   nothing unless p_notify.
 -- Errors: S2001, S2002, S2003; S2020 array lengths, or a job id is there twice; S2021 a deadline in the past, a ttl or
---   delay that is not positive or not finite. Any error leaves nothing stored.
+--   delay that is not positive or not finite; S2022 a body or headers that are too large. Any error leaves nothing stored.
 -- Locks: inserts only; waits for a concurrent insert of the same job id. With p_notify the commit takes the database-wide
 --   notification lock until its WAL is flushed.
 create or replace function relay.enqueue(
@@ -56,6 +56,9 @@ begin
      or cardinality(p_expires_at) not in (1, v_count) or cardinality(p_delays) not in (1, v_count) then
     raise exception 'an array of enqueue must hold a value per job, or one for all; only relays and operations cannot be null'
       using errcode = 'S2020';
+  end if;
+  if pg_column_size(p_bodies) > 8192 or pg_column_size(p_headers) > 100 then
+    perform relay.check_parts(p_headers, p_bodies, null, null);
   end if;
   if v_count = 0 then
     perform relay.unbind_tenant(v_before);

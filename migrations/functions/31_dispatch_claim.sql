@@ -133,9 +133,11 @@ declare
   v_late    tid[];
   v_tidy    boolean;
 begin
-  if (v_tenants > 0 and p_limit >= 1 and p_claimed_by <> '' and p_claim_id is not null and p_lease > interval '0'
-      and coalesce(cardinality(p_after), v_tenants) = v_tenants and p_start >= 0) is not true then
-    raise exception 'claim needs tenants, a positive limit and lease, claimed_by, claim_id, one cursor a tenant, and a start'
+  if (v_tenants > 0 and p_limit >= 1 and octet_length(p_claimed_by) between 1 and 200 and p_claim_id is not null
+      and p_lease > interval '0' and p_lease <= interval '1 day' and coalesce(cardinality(p_after), v_tenants) = v_tenants
+      and p_start >= 0) is not true then
+    raise exception 'claim needs tenants, a positive limit, a lease of at most a day, claimed_by (up to 200 bytes), claim_id, %',
+      'one cursor a tenant, and a start'
       using errcode = 'S2020';
   end if;
 

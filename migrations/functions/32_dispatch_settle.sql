@@ -19,7 +19,8 @@
 --   values that is null as a whole stands for nulls, p_statuses for 'succeeded'. The work for a tenant depends on its own
 --   rows and not on the others'.
 --   p_notify: this transaction rings each tenant's result channel with the jobs that this call has ended (see relay.ring).
--- Errors: S2001, S2002, S2003; S2020 array lengths, counts, a tenant twice, a status that is not succeeded or failed.
+-- Errors: S2001, S2002, S2003; S2020 array lengths, counts, a tenant twice, a status that is not succeeded or failed; S2022 a
+--   value that is too large.
 -- Locks: the queue rows, FOR UPDATE, in the order of tenant, job id; waits for them.
 create or replace function relay.complete(
   p_relay text, p_claimed_by text, p_tenants text[], p_counts bigint[], p_job_ids uuid[], p_fences bigint[],
@@ -55,6 +56,10 @@ begin
   end if;
   if not p_statuses <@ '{succeeded,failed}' then
     raise exception 'complete takes the status succeeded or failed' using errcode = 'S2020';
+  end if;
+  if pg_column_size(p_response_bodies) > 8192 or pg_column_size(p_response_headers) > 100
+     or pg_column_size(p_error_messages) > 8192 or pg_column_size(p_error_codes) > 200 then
+    perform relay.check_parts(p_response_headers, p_response_bodies, p_error_codes, p_error_messages);
   end if;
   -- In the order of their names, for the locks.
   if cardinality(p_tenants) > 1 then
@@ -120,7 +125,7 @@ end $$;
 
 -- Guarantees: each current claim among the inputs leases on for p_lease from the clock at the write; also one whose lease
 --   has run out but has not been taken back. A claim that was taken back is stale and stays so.
--- Errors: S2001, S2002, S2003; S2020 array lengths, a lease that is not positive.
+-- Errors: S2001, S2002, S2003; S2020 array lengths, a lease that is not positive or above a day.
 -- Locks: FOR NO KEY UPDATE SKIP LOCKED on the queue rows. It never waits, so it never holds up a completion for long.
 create or replace function relay.heartbeat(
   p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_lease interval)
@@ -141,8 +146,8 @@ declare
   v_rows   tid[];
 begin
   if (cardinality(p_tenants), cardinality(p_fences)) is distinct from (v_count, v_count)
-     or coalesce(p_lease, interval '0') <= interval '0' then
-    raise exception 'heartbeat needs arrays of one length and a positive lease' using errcode = 'S2020';
+     or (p_lease > interval '0' and p_lease <= interval '1 day') is not true then
+    raise exception 'heartbeat needs arrays of one length and a positive lease of at most a day' using errcode = 'S2020';
   end if;
   -- The places of each tenant's rows, so that nothing is done for it with other rows.
   for v_name, v_places in
@@ -180,7 +185,7 @@ end $$;
 -- Guarantees: puts each current claim among the inputs back, to be claimed again after p_delays[i]. p_give_backs[i] true: the
 --   attempt does not count (Snooze); false: it does (Retry), and with none left, or a delay past the deadline, the job
 --   ends 'failed' at once with the error given. Answers in status: pending, failed or expired.
--- Errors: S2001, S2002, S2003; S2020 array lengths; S2021 a delay that is negative or not finite.
+-- Errors: S2001, S2002, S2003; S2020 array lengths; S2021 a delay that is negative or not finite; S2022 an error that is too long.
 -- Locks: the queue rows, FOR UPDATE, in job id order; waits for them.
 create or replace function relay.retry(
   p_relay text, p_claimed_by text, p_tenants text[], p_job_ids uuid[], p_fences bigint[], p_delays interval[],
@@ -208,6 +213,9 @@ begin
   if exists (select 1 from unnest(p_delays) as u (delay)
              where coalesce(u.delay < interval '0' or u.delay > interval '10000 days', true)) then
     raise exception 'a delay must be finite and not negative' using errcode = 'S2021';
+  end if;
+  if pg_column_size(p_error_messages) > 8192 or pg_column_size(p_error_codes) > 200 then
+    perform relay.check_parts(null, null, p_error_codes, p_error_messages);
   end if;
   for v_name, v_places in
     select u.tenant, array_agg(u.n) from unnest(p_tenants) with ordinality as u (tenant, n)

@@ -5,12 +5,14 @@
 
 -- Guarantees: one row per input id that is a job of the tenant; an unknown id and a foreign one alike give no row.
 --   A live job past its deadline reads 'expired', and once it has read so it stays so: such a row is first locked, so
---   that a completion in flight decides before the answer is given. Changes no data.
+--   that a completion in flight decides before the answer is given. Changes no data. Where somebody keeps the row locked for longer
+--   than a quarter of a second (a worker may leave a transaction open) it is not decided: it reads 'claimed' or 'pending', with no
+--   time left, and the other rows have their answer.
 --   `remaining` is the time to the deadline; response_* and error_* are null before the end.
 --   `fits` false: the results before this one, in the order of the ids, fill p_batch_limit bytes already, so its body and
 --   headers are left out; ask for it again. The first result always fits.
 -- Errors: S2001, S2002, S2003.
--- Locks: FOR KEY SHARE, in job id order, on queue rows past their deadline only; waits for a completion in flight.
+-- Locks: FOR KEY SHARE, in job id order, on queue rows past their deadline only; waits for a completion in flight, up to 0.25 s.
 create or replace function relay.poll(p_tenant text, p_job_ids uuid[], p_batch_limit bigint default 4194304)
 returns table (
   n bigint, job_id uuid, status text, attempt bigint, response_status bigint, response_headers text, response_body bytea,
@@ -26,6 +28,8 @@ declare
   v_tenant text := coalesce(p_tenant, v_before);
   v_now    timestamptz := clock_timestamp();
   v_late   uuid[];
+  v_open   uuid[] := '{}';
+  v_lock   text;
 begin
   -- Mostly one is asked for, because it has ended. A result never changes: where it is there, nothing else need be read.
   if cardinality(p_job_ids) = 1 then
@@ -44,11 +48,24 @@ begin
     select 1 from relay.s2r_relay_dispatch_queue q
     where q.tenant_id = v_tenant and q.job_id = u.job_id and q.expires_at <= v_now limit 1) l;
   if v_late is not null then
-    perform count(*)
-    from (select u.job_id from unnest(v_late) as u (job_id) order by u.job_id) u
-    cross join lateral (
-      select 1 from relay.s2r_relay_dispatch_queue q
-      where q.tenant_id = v_tenant and q.job_id = u.job_id limit 1 for key share) l;
+    begin
+      v_lock := current_setting('lock_timeout');
+      perform set_config('lock_timeout', '250ms', true);
+      perform count(*)
+      from (select u.job_id from unnest(v_late) as u (job_id) order by u.job_id) u
+      cross join lateral (
+        select 1 from relay.s2r_relay_dispatch_queue q
+        where q.tenant_id = v_tenant and q.job_id = u.job_id limit 1 for key share) l;
+      perform set_config('lock_timeout', v_lock, true);
+    exception when lock_not_available then
+      -- Those that nobody keeps are locked all the same; what happens to the others between here and the answer, it shows.
+      select array_agg(u.job_id) filter (where l.locked is null) into v_late
+      from (select u.job_id from unnest(v_late) as u (job_id) order by u.job_id) u
+      left join lateral (
+        select true as locked from relay.s2r_relay_dispatch_queue q
+        where q.tenant_id = v_tenant and q.job_id = u.job_id limit 1 for key share skip locked) l on true;
+      v_open := coalesce(v_late, '{}');
+    end;
   end if;
 
   -- One snapshot, taken after the locks: a job is in the queue or among the results, and never in neither.
@@ -59,12 +76,12 @@ begin
   from (
     select u.n, u.job_id,
            case when d.status is not null then d.status
-                when q.expires_at <= v_now then 'expired'
+                when q.late then 'expired'
                 when q.state = 'claimed' then 'claimed'
                 else 'pending' end as status,
            coalesce(d.attempt, q.attempt) as attempt, d.response_status, d.headers, d.body,
-           case when d.status is null and q.expires_at <= v_now then 'S2R-EXPIRED' else d.error_code end as code,
-           case when d.status is null and q.expires_at <= v_now then 'the deadline passed before a result'
+           case when d.status is null and q.late then 'S2R-EXPIRED' else d.error_code end as code,
+           case when d.status is null and q.late then 'the deadline passed before a result'
                 else d.error_message end as message,
            coalesce(d.created_at, q.created_at) as created_at, coalesce(d.claimed_at, q.claimed_at) as claimed_at,
            d.completed_at, coalesce(d.expires_at, q.expires_at) as expires_at,
@@ -79,7 +96,8 @@ begin
                s.error_code, s.error_message, s.created_at, s.claimed_at, s.completed_at, s.expires_at
         from relay.s2r_relay_dispatch_result s where s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) r) d on true
     left join lateral (
-      select s.state, s.attempt, s.created_at, s.claimed_at, s.expires_at
+      select s.state, s.attempt, s.created_at, s.claimed_at, s.expires_at,
+             s.expires_at <= v_now and not s.job_id = any (v_open) as late
       from relay.s2r_relay_dispatch_queue s
       where d.status is null and s.tenant_id = v_tenant and s.job_id = u.job_id limit 1) q on true
     where d.status is not null or q.state is not null) j;

@@ -132,7 +132,8 @@ begin
 end $$;
 
 -- Guarantees: at this transaction's commit, and not before, whoever listens for the tenant's events is woken, and whoever
---   listens for those of all tenants. Rung again in one transaction, it is heard once.
+--   listens for those of all tenants. Rung again in one transaction, it is heard once; not at all where the queue of
+--   notifications is half full.
 -- Locks: the commit takes the database-wide notification lock until its WAL is flushed.
 create or replace function relay.outbox_ring(p_tenant text) returns void
 language plpgsql
@@ -141,7 +142,8 @@ as $$
 begin
   -- One statement: each costs as much as a notification.
   perform pg_catalog.pg_notify(relay.channel_name('outbox', p_tenant, null), ''),
-          pg_catalog.pg_notify(relay.channel_name('outbox', '', null), '');
+          pg_catalog.pg_notify(relay.channel_name('outbox', '', null), '')
+  where relay.may_notify();
 end $$;
 
 -- Guarantees: a new UUIDv7 of that time, to the millisecond.

@@ -121,8 +121,8 @@ begin
   end if;
 end $$;
 
--- Guarantees: the counters of the job are those of its chunks, as this statement sees them. Returns the job as
---   it is then. The caller knows that there is one.
+-- Guarantees: the counters of the job are those of its chunks, as this statement sees them; rows between 0 and 2^62, whatever holders
+--   have told: what they tell must not keep a job from ending, or from being cancelled. Returns the job as it is then. The caller knows that there is one.
 -- Locks: the job's row, FOR NO KEY UPDATE; waits for it.
 create or replace function relay.durable_count(p_tenant text, p_job_id uuid) returns record
 language plpgsql
@@ -130,9 +130,10 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set e
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_now timestamptz := clock_timestamp();
-  v_row record;
-  v_job record;
+  v_now  timestamptz := clock_timestamp();
+  v_most numeric := 4611686018427387904;
+  v_row  record;
+  v_job  record;
 begin
   -- Locked before the chunks are counted: so the last writer has counted last, and no count is lost to an older one.
   perform 1 from relay.durable_job j where j.tenant_id = p_tenant and j.job_id = p_job_id for no key update;
@@ -140,8 +141,9 @@ begin
          count(*) filter (where c.status = 'running') as running, count(*) filter (where c.status = 'retry') as retry,
          count(*) filter (where c.status = 'done') as done, count(*) filter (where c.status = 'failed') as failed,
          count(*) filter (where c.status = 'needs_review') as needs_review,
-         count(*) filter (where c.status = 'cancelled') as cancelled, coalesce(sum(c.rows_total), 0) as rows_total,
-         coalesce(sum(c.rows_done), 0) as rows_done, coalesce(sum(c.rows_failed), 0) as rows_failed
+         count(*) filter (where c.status = 'cancelled') as cancelled, greatest(least(coalesce(sum(c.rows_total), 0), v_most), 0) as rows_total,
+         greatest(least(coalesce(sum(c.rows_done), 0), v_most), 0) as rows_done,
+         greatest(least(coalesce(sum(c.rows_failed), 0), v_most), 0) as rows_failed
   into v_row
   from (select k.status, k.rows_total, k.rows_done, k.rows_failed from relay.durable_chunk k
         where k.tenant_id = p_tenant and k.job_id = p_job_id order by k.seq offset 0) c;
@@ -261,7 +263,8 @@ begin
 end $$;
 
 -- Guarantees: at this transaction's commit, and not before, those are woken who watch these jobs; and where p_work, relays that
---   look for chunks of the tenant. Rung again in one transaction, it is heard once.
+--   look for chunks of the tenant. Rung again in one transaction, it is heard once; not at all where the queue of notifications
+--   is half full.
 -- Locks: the commit takes the database-wide notification lock until its WAL is flushed.
 create or replace function relay.durable_ring(p_tenant text, p_jobs uuid[], p_work boolean) returns void
 language plpgsql
@@ -273,8 +276,9 @@ begin
   from (select string_agg(replace(u.job_id::text, '-', ''), ',') as ids
         from unnest(p_jobs) with ordinality as u (job_id, i) group by (u.i - 1) / 200) d
   cross join (values (relay.channel_name('durable_watch', p_tenant, null)), (relay.channel_name('durable', p_tenant, null)))
-    as k (name);
+    as k (name)
+  where relay.may_notify();
   if p_work then
-    perform pg_notify(relay.channel_name('durable', p_tenant, null), '');
+    perform relay.notify(relay.channel_name('durable', p_tenant, null), '');
   end if;
 end $$;

@@ -16,7 +16,7 @@
 -- Guarantees: on commit the job is stored, 'queued', or 'submitting' where p_submitting; returns true. False: it is there
 --   already, from an earlier call (the id is the caller's). p_max_attempts counts claims of a chunk.
 -- Errors: S2001, S2002, S2003; S2010 the id is that of a job of another kind; 23514 a kind that is empty or above 200 bytes,
---   max_attempts below 1.
+--   max_attempts below 1; S2022 params or p_created_by that are too large.
 -- Locks: inserts only; waits for another transaction that stores the same id.
 create or replace function relay.durable_insert_job(
   p_tenant text, p_job_id uuid, p_kind text, p_params jsonb, p_idempotent boolean, p_max_attempts bigint,
@@ -36,6 +36,12 @@ declare
 begin
   if p_job_id is null or p_kind is null or p_priority is null then
     raise exception 'a durable job needs an id, a kind and a priority' using errcode = 'S2020';
+  end if;
+  if pg_column_size(p_params) > 64 then
+    perform relay.check_json('params', p_params, 'value');
+  end if;
+  if octet_length(p_created_by) > 8192 then
+    perform relay.check_size('the name of who submits', octet_length(p_created_by), '8192');
   end if;
   insert into relay.durable_job
     (tenant_id, job_id, kind, params, idempotent, max_attempts, priority, rank, job_seq, status, counted_at, created_by,
@@ -63,7 +69,8 @@ end $$;
 --   the last one). Those that are there already stay as they are: so a call can be made again, if it says p_from.
 --   The job takes them while it is submitting, queued, running or paused.
 --   (One jsonb, so that numbers keep every digit and no driver's array codec is asked.)
--- Errors: S2001, S2002, S2003; S2020 not such an array; S2030 no such job; S2042 the job takes no chunks any more.
+-- Errors: S2001, S2002, S2003; S2020 not such an array; S2022 a payload that is too large; S2030 no such job; S2042 the job takes
+--   no chunks any more.
 -- Locks: the job's row, FOR NO KEY UPDATE: submitters of one job wait for one another, and an end of the job for them.
 create or replace function relay.durable_insert_chunks(
   p_tenant text, p_job_id uuid, p_chunks jsonb, p_from bigint default null, p_notify boolean default true)
@@ -92,6 +99,9 @@ begin
                           || @ != @.floor()) ? (@.type() != "null")))') then
     raise exception 'each chunk needs a payload (a JSON null is one), and rows, if any, are a whole number' using errcode = 'S2020';
   end if;
+  -- A claim brings the payloads of several tenants as text, and one that PostgreSQL cannot make would fail it for all.
+  perform relay.check_size('a payload', (select max(octet_length((e.value -> 'payload')::text))
+                                         from jsonb_array_elements(p_chunks) as e (value)), 'value');
   select j.status into v_status from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for no key update;
   if v_status is null or v_status = 'removing' then

@@ -20,7 +20,7 @@
 
 -- Guarantees: the event is in the timeline of the job (of chunk p_seq, where given) when the transaction commits; returns true. False: no
 --   such job. It takes no lock that anybody else could have, so it waits for nobody, the job's row locked or not.
--- Errors: S2001, S2002, S2003; S2020 a type that is empty or above 100 bytes.
+-- Errors: S2001, S2002, S2003; S2020 a type that is empty or above 100 bytes; S2022 anything else that is too large.
 -- Locks: inserts only.
 create or replace function relay.durable_record_event(
   p_tenant text, p_job_id uuid, p_seq bigint, p_type text, p_actor text, p_channel text, p_holder text, p_detail jsonb)
@@ -31,13 +31,14 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set e
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_status text;
 begin
   if coalesce(p_type = '' or octet_length(p_type) > 100, true) then
     raise exception 'the type of an event has 1 to 100 bytes' using errcode = 'S2020';
   end if;
+  perform relay.durable_check_event(p_actor, p_channel, p_holder, p_detail);
   select j.status into v_status from relay.durable_job j where j.tenant_id = v_tenant and j.job_id = p_job_id;
   if v_status not in ('submitting', 'removing') then
     perform relay.durable_tell(
@@ -45,6 +46,18 @@ begin
   end if;
   perform relay.unbind_tenant(v_before);
   return coalesce(v_status not in ('submitting', 'removing'), false);
+end $$;
+
+-- Guarantees: nothing, but an error where one of these is too large to be read with a page of others.
+-- Errors: S2022.
+create or replace function relay.durable_check_event(p_actor text, p_channel text, p_holder text, p_detail jsonb) returns void
+language plpgsql
+as $$
+begin
+  perform relay.check_size('who did it', greatest(octet_length(p_actor), octet_length(p_channel), octet_length(p_holder)), '8192');
+  if pg_column_size(p_detail) > 64 then
+    perform relay.check_json('the detail of an event', p_detail, '131072');
+  end if;
 end $$;
 
 -- Guarantees: the snapshot of the statement that asks, and in it the asking transaction as one that has not ended. (By itself
@@ -81,7 +94,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set e
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_own    xid8 := pg_current_xact_id_if_assigned();
   v_parts  text[] := string_to_array(p_after, ';');

@@ -115,10 +115,11 @@ declare
   v_now     timestamptz;
 begin
   if (v_tenants > 0 and (p_job_id is not null or v_kinds > 0 and coalesce(cardinality(p_limits), v_kinds) = v_kinds)
-      and p_limit >= 1 and p_claimed_by <> '' and p_token is not null and p_lease > interval '0' and p_start >= 0) is not true
+      and p_limit >= 1 and octet_length(p_claimed_by) between 1 and 200 and p_token is not null and p_lease > interval '0'
+      and p_lease <= interval '1 day' and p_start >= 0) is not true
   then
-    raise exception 'a claim needs tenants, kinds, a positive limit and lease, claimed_by, a token, and a start'
-      using errcode = 'S2020';
+    raise exception 'a claim needs tenants, kinds, a positive limit, a lease of at most a day, claimed_by (up to 200 bytes), %',
+      'a token, and a start' using errcode = 'S2020';
   end if;
   if v_limits is null then
     v_limits := array_fill(p_limit, array[coalesce(v_kinds, 1)::int]);
@@ -275,7 +276,8 @@ declare
   v_chunk  record;
   v_now    timestamptz;
 begin
-  if (p_claimed_by <> '' and p_token is not null and p_lease > interval '0') is not true then
+  if (octet_length(p_claimed_by) between 1 and 200 and p_token is not null and p_lease > interval '0'
+      and p_lease <= interval '1 day') is not true then
     raise exception 'durable_claim_chunk needs claimed_by, a token and a positive lease' using errcode = 'S2020';
   end if;
   select j.kind, j.status, j.params::text as params, j.idempotent, j.max_attempts into v_job from relay.durable_job j

@@ -68,7 +68,7 @@ end $$;
 --   applied  it goes on; job_status tells the holder whether he is to stop (paused)
 --   stale    it is lost: stop, and write nothing more
 --   busy     somebody has the row locked this moment, perhaps a transaction of the holder's own: ask again
--- Errors: S2001, S2002, S2003; S2020 array lengths, a lease that is not positive.
+-- Errors: S2001, S2002, S2003; S2020 array lengths, a lease that is not positive or above a day.
 -- Locks: FOR NO KEY UPDATE SKIP LOCKED on the chunks. It never waits. The update is HOT.
 create or replace function relay.durable_heartbeat(
   p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_lease interval,
@@ -95,8 +95,9 @@ declare
 begin
   if (cardinality(p_tenants), cardinality(p_job_ids), cardinality(p_tokens), cardinality(p_versions))
        is distinct from (v_count, v_count, v_count, v_count)
-     or coalesce(cardinality(p_rows_done), v_count) <> v_count or coalesce(p_lease, interval '0') <= interval '0' then
-    raise exception 'durable_heartbeat needs arrays of one length and a positive lease' using errcode = 'S2020';
+     or coalesce(cardinality(p_rows_done), v_count) <> v_count
+     or (p_lease > interval '0' and p_lease <= interval '1 day') is not true then
+    raise exception 'durable_heartbeat needs arrays of one length and a positive lease of at most a day' using errcode = 'S2020';
   end if;
   for v_name, v_places in
     select u.tenant, array_agg(u.n) from unnest(p_tenants) with ordinality as u (tenant, n)
@@ -153,7 +154,8 @@ end $$;
 -- Guarantees: the chunk's checkpoint and counts (null = unchanged) are these when the transaction commits, and its lease goes on for
 --   p_lease where that is given; until then nobody else can take the chunk back. Whoever has it after a release or a lost lease
 --   begins there.
--- Errors: S2041 the lease is lost; S2001, S2002, S2003; S2020 a lease that is not positive.
+-- Errors: S2041 the lease is lost; S2001, S2002, S2003; S2020 a lease that is not positive or above a day; S2022 a
+--   checkpoint that is too large.
 -- Locks: the chunk's row, FOR UPDATE, to the end of the transaction; waits for it. The update is HOT.
 create or replace function relay.durable_checkpoint(
   p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_checkpoint jsonb,
@@ -171,8 +173,11 @@ declare
   v_row    record;
   v_until  timestamptz;
 begin
-  if p_lease <= interval '0' then
-    raise exception 'a lease must be positive' using errcode = 'S2020';
+  if p_lease <= interval '0' or p_lease > interval '1 day' then
+    raise exception 'a lease must be positive, and at most a day' using errcode = 'S2020';
+  end if;
+  if pg_column_size(p_checkpoint) > 64 then
+    perform relay.check_json('a checkpoint', p_checkpoint, 'checkpoint');
   end if;
   v_row := relay.durable_hold(v_tenant, p_job_id, p_seq, p_token, p_version);
   if v_row.row_id is null then
@@ -204,6 +209,9 @@ declare
   v_now   timestamptz;
   v_job   record;
 begin
+  if pg_column_size(p_outcome) > 64 then
+    perform relay.check_json('an outcome', p_outcome, 'checkpoint');
+  end if;
   -- As durable_hold; here, and with what is_last asks, since a lone completion costs what its statements and functions do.
   select c.lease_expires_at into v_until from relay.durable_chunk c
   where c.tenant_id = p_tenant and c.job_id = p_job_id and c.seq = p_seq and c.lease_token = p_token
@@ -243,7 +251,7 @@ end $$;
 --   transaction has written is there exactly once with it. Returns 'applied', or 'repeated': this very completion was applied
 --   before and its reply was lost. last = nothing else of the job waits; it may be at its end, and durable_finish is to be
 --   called, after the commit.
--- Errors: S2041 the lease is lost, so that the transaction cannot commit; S2001, S2002, S2003.
+-- Errors: S2041 the lease is lost, so that the transaction cannot commit; S2001, S2002, S2003; S2022 an outcome that is too large.
 -- Locks: the chunk's row, FOR UPDATE, to the end of the transaction; waits for it. Not the job's.
 create or replace function relay.durable_complete(
   p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_outcome jsonb,
@@ -283,6 +291,11 @@ declare
   v_lasts  boolean[];
   v_now    timestamptz;
 begin
+  if pg_column_size(p_outcomes) > 100 then
+    perform relay.check_size(
+      'an outcome', (select max(octet_length(u.outcome::jsonb::text)) from unnest(p_outcomes) as u (outcome)
+                     where octet_length(u.outcome) > 64), 'checkpoint');
+  end if;
   if not p_tokens[1] = all (p_tokens) then
     v_tokens := array(select distinct u.token from unnest(p_tokens) as u (token));
   end if;
@@ -349,7 +362,7 @@ end $$;
 -- Guarantees: as durable_complete, for many chunks, in one transaction: 'applied', 'repeated', or 'stale': the lease is lost, nothing
 --   was changed. A row for each outcome and `last` that there is, with the places that it is said of, null = all. p_outcomes:
 --   JSON texts.
--- Errors: S2001, S2002, S2003; S2020 array lengths.
+-- Errors: S2001, S2002, S2003; S2020 array lengths; S2022 an outcome that is too large.
 -- Locks: the chunks, FOR UPDATE, in the order of tenant, job id, seq; waits for them.
 create or replace function relay.durable_complete_many(
   p_tenants text[], p_job_ids uuid[], p_seqs bigint[], p_tokens uuid[], p_versions bigint[], p_outcomes text[],

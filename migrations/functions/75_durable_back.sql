@@ -11,7 +11,7 @@
 -- Guarantees: the chunk has failed: it is a retry, from p_delay on, where p_retryable and its job has attempts left, else failed.
 --   p_message is its last_error. Told in this transaction: chunk_retried or chunk_failed. status null: the lease is lost,
 --   nothing was changed. last: as durable_complete.
--- Errors: S2001, S2002, S2003; S2021 a delay that is negative or not finite.
+-- Errors: S2001, S2002, S2003; S2021 a delay that is negative or not finite; S2022 a message that is too long.
 -- Locks: the chunk's row, FOR UPDATE; waits for it. Not the job's.
 create or replace function relay.durable_fail(
   p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_message text, p_retryable boolean,
@@ -30,6 +30,9 @@ declare
 begin
   if p_delay < interval '0' or p_delay > interval '10000 days' then
     raise exception 'a delay must be finite and not negative' using errcode = 'S2021';
+  end if;
+  if octet_length(p_message) > 8192 then
+    perform relay.check_size('a message', octet_length(p_message), '8192');
   end if;
   last := false;
   v_row := relay.durable_hold(v_tenant, p_job_id, p_seq, p_token, p_version);
@@ -132,7 +135,8 @@ end $$;
 -- Guarantees: these rows of the chunk's input are told as bad when the transaction commits: p_errors is an array of {"row": number,
 --   "code": …, "message": …, "data": …}. Said again, by this or a later attempt, of the same row and code, it replaces what
 --   was said. Returns how many there are of this call.
--- Errors: S2041 the lease is lost, so that the transaction cannot commit; S2020 not such an array; S2001, S2002, S2003.
+-- Errors: S2041 the lease is lost, so that the transaction cannot commit; S2020 not such an array; S2022 a code, message or data that
+--   is too large; S2001, S2002, S2003.
 -- Locks: the chunk's row, FOR UPDATE, to the end of the transaction; waits for it.
 create or replace function relay.durable_row_errors_add(
   p_tenant text, p_job_id uuid, p_seq bigint, p_token uuid, p_version bigint, p_errors jsonb)
@@ -152,6 +156,11 @@ begin
      or jsonb_path_exists(p_errors, '$[*] ? (@.type() != "object" || !exists (@.row ? (@.type() == "number")))') then
     raise exception 'row errors are a JSON array of objects with a row number' using errcode = 'S2020';
   end if;
+  -- Of a page that somebody reads each has its data.
+  perform relay.check_size('the code of a row error', max(octet_length(u.value ->> 'code')), '200'),
+          relay.check_size('the message of a row error', max(octet_length(u.value ->> 'message')), '8192'),
+          relay.check_size('the data of a row error', max(octet_length((u.value -> 'data')::text)), '131072')
+  from jsonb_array_elements(p_errors) as u (value);
   v_row := relay.durable_hold(v_tenant, p_job_id, p_seq, p_token, p_version);
   if v_row.row_id is null then
     raise exception 'the lease of this chunk is lost' using errcode = 'S2041';
@@ -180,7 +189,7 @@ end $$;
 --   A row each, with who held it and the attempt. Told in this transaction: chunk_reaped, and chunk_needs_review (with the
 --   last checkpoint, up to 8 kB) or chunk_failed. A chunk that its holder renews, completes or gives up at this moment is not touched, and
 --   neither is one of a job that somebody has locked. Call relay.durable_finish for the jobs afterwards, in another transaction.
--- Errors: S2001, S2002, S2003.
+-- Errors: S2001, S2002, S2003; S2022 p_reaper has more than 200 bytes.
 -- Locks: the jobs, FOR KEY SHARE SKIP LOCKED, then their chunks, FOR UPDATE SKIP LOCKED. It never waits.
 create or replace function relay.durable_reap(p_tenant text, p_reaper text, p_limit bigint)
 returns table (tenant_id text, job_id uuid, seq bigint, status text, attempts bigint, lease_version bigint, holder text)
@@ -207,6 +216,7 @@ declare
   v_to     text;
   v_of     bigint[];
 begin
+  perform relay.check_size('the name of the reaper', octet_length(p_reaper), '200');
   -- The order is there for the index that gives it, which reads no chunk that is not running.
   select array_agg(distinct r.job_id order by r.job_id) into v_jobs
   from (select c.job_id, c.lease_expires_at from relay.durable_chunk c

@@ -98,7 +98,7 @@ end $$;
 --   for a statement could never cancel it. upto: p_after of the call that goes on behind them (`was` and `outcome` are then of that
 --   call; a cancellation is told once), null = that was all. Nothing runs of a cancelled job whether or not somebody goes on; to
 --   cancel it again goes on, too.
--- Errors: S2001, S2002, S2003; S2020 another action.
+-- Errors: S2001, S2002, S2003; S2020 another action; S2022 an actor, channel or note of more than 8 KiB.
 -- Locks: the job's row, FOR UPDATE; waits for it, and so for claims that are under way. Then chunks, up to a second.
 create or replace function relay.durable_control(
   p_tenant text, p_job_id uuid, p_action text, p_actor text default null, p_channel text default null, p_note text default null,
@@ -120,6 +120,7 @@ begin
   if coalesce(p_action not in ('pause', 'resume', 'cancel', 'retry_failed'), true) then
     raise exception 'the action is pause, resume, cancel or retry_failed' using errcode = 'S2020';
   end if;
+  perform relay.durable_check_event(p_actor, p_channel, p_note, null);
   select j.* into v_job from relay.durable_job j where j.tenant_id = v_tenant and j.job_id = p_job_id for update;
   was := v_job.status; chunks := 0; running := 0;
   if was is null or was in ('submitting', 'removing') then
@@ -197,7 +198,7 @@ end $$;
 --   'failed'; told with p_actor and p_note, in one transaction. A job that waited for it goes on, or ends.
 --   outcome: applied; too_late (the chunk does not wait for anybody: already resolved, or never did); refused ('retry' in a
 --   job that is cancelled or completed); unknown. chunk_status, status: the chunk's and the job's now.
--- Errors: S2001, S2002, S2003; S2020 another decision.
+-- Errors: S2001, S2002, S2003; S2020 another decision; S2022 an actor, channel or note of more than 8 KiB.
 -- Locks: the job's row, FOR UPDATE; then the chunk's; waits for both.
 create or replace function relay.durable_resolve(
   p_tenant text, p_job_id uuid, p_seq bigint, p_decision text, p_actor text, p_channel text default null,
@@ -216,6 +217,7 @@ begin
   if coalesce(p_decision not in ('retry', 'done', 'failed'), true) then
     raise exception 'a decision is retry, done or failed' using errcode = 'S2020';
   end if;
+  perform relay.durable_check_event(p_actor, p_channel, p_note, null);
   select j.* into v_job from relay.durable_job j where j.tenant_id = v_tenant and j.job_id = p_job_id for update;
   if v_job.status not in ('submitting', 'removing') then
     select c.ctid as row_id, c.status, c.attempts, c.claimed_by, c.lease_version into v_row from relay.durable_chunk c
@@ -266,7 +268,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set e
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_status text;
   v_won    boolean;
@@ -281,6 +283,7 @@ begin
           or coalesce(p_event ->> 'seq', '1') !~ '^[1-9][0-9]{0,17}\Z') then
     raise exception 'an event is an object with a type of 1 to 100 bytes, and a number of a chunk, if any' using errcode = 'S2020';
   end if;
+  perform relay.durable_check_event(p_event ->> 'actor', p_event ->> 'channel', p_event ->> 'holder', p_event -> 'detail');
   perform relay.durable_check_extra(p_extra);
   select j.status into v_status from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for update;
@@ -303,7 +306,7 @@ begin
 end $$;
 
 -- Guarantees: nothing, but that p_extra is an object whose columns may be written from outside, and have such values.
--- Errors: S2020 it is not.
+-- Errors: S2020 it is not; S2022 a value is too large.
 create or replace function relay.durable_check_extra(p_extra jsonb) returns void
 language plpgsql
 as $$
@@ -315,6 +318,8 @@ begin
   elsif coalesce(p_extra ->> 'priority', '0') !~ '^-?[0-9]{1,18}\Z' or coalesce(p_extra ->> 'max_attempts', '1') !~ '^[1-9][0-9]{0,17}\Z' then
     raise exception 'priority is a whole number, and max_attempts one of at least 1' using errcode = 'S2020';
   end if;
+  perform relay.check_size('last_error', octet_length(p_extra ->> 'last_error'), '8192'),
+          relay.check_json('params', p_extra -> 'params', 'value');
 end $$;
 
 -- Guarantees: the job has these columns; those that p_extra has not are as they were.
@@ -339,7 +344,7 @@ begin
 end $$;
 
 -- Guarantees: the job has these columns (see durable_set_job_status), whatever its status. Returns whether there is such a job.
--- Errors: S2001, S2002, S2003; S2020 a column that is not of those.
+-- Errors: S2001, S2002, S2003; S2020 a column that is not of those; S2022 a value that is too large.
 -- Locks: the job's row; waits for it.
 create or replace function relay.durable_update_job(p_tenant text, p_job_id uuid, p_extra jsonb) returns boolean
 language plpgsql security definer
@@ -347,7 +352,7 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_status text;
 begin
@@ -376,7 +381,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set e
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_count  bigint := 0;
   v_status text;
@@ -389,6 +394,7 @@ begin
      or p_extra ->> 'attempts' <> 'reset' then
     raise exception 'of a chunk only last_error can be written, and attempts be reset' using errcode = 'S2020';
   end if;
+  perform relay.check_size('last_error', octet_length(p_extra ->> 'last_error'), '8192');
   select j.status into v_status from relay.durable_job j
   where j.tenant_id = v_tenant and j.job_id = p_job_id for key share;
   if v_status not in ('submitting', 'removing') then

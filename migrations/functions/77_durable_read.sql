@@ -27,9 +27,10 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set e
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_now    timestamptz := clock_timestamp();
+  v_most   numeric := 4611686018427387904;
 begin
   return query
   select j.job_id, j.kind, j.params::text, j.idempotent, j.max_attempts, j.priority, j.status,
@@ -47,8 +48,10 @@ begin
            count(*) filter (where c.status = 'running') as running, count(*) filter (where c.status = 'retry') as retry,
            count(*) filter (where c.status = 'done') as done, count(*) filter (where c.status = 'failed') as failed,
            count(*) filter (where c.status = 'needs_review') as needs_review,
-           count(*) filter (where c.status = 'cancelled') as cancelled, coalesce(sum(c.rows_total), 0)::bigint as rows_total,
-           coalesce(sum(c.rows_done), 0)::bigint as rows_done, coalesce(sum(c.rows_failed), 0)::bigint as rows_failed
+           count(*) filter (where c.status = 'cancelled') as cancelled, -- Within 0 and 2^62, as relay.durable_count has them.
+           greatest(least(coalesce(sum(c.rows_total), 0), v_most), 0)::bigint as rows_total,
+           greatest(least(coalesce(sum(c.rows_done), 0), v_most), 0)::bigint as rows_done,
+           greatest(least(coalesce(sum(c.rows_failed), 0), v_most), 0)::bigint as rows_failed
     from (select k.status, k.rows_total, k.rows_done, k.rows_failed from relay.durable_chunk k
           where k.tenant_id = v_tenant and k.job_id = u.job_id order by k.seq offset 0) c
     where case when j.ended_at is null then p_fresh else j.chunks_pending + j.chunks_retry + j.chunks_running > 0 end
@@ -74,7 +77,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set e
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_status text;
 begin
@@ -117,7 +120,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set e
 set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cache_mode = force_generic_plan
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_status text;
   v_first  bigint := coalesce(p_seq, 0);
@@ -195,7 +198,7 @@ set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cach
 set timezone = 'UTC'
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_low    uuid := coalesce(p_job_id, '00000000-0000-0000-0000-000000000000');
   v_high   uuid := coalesce(p_job_id, 'ffffffff-ffff-ffff-ffff-ffffffffffff');

@@ -65,7 +65,7 @@ language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_job    record;
 begin

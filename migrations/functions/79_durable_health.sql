@@ -24,7 +24,7 @@ set enable_hashjoin = off set enable_mergejoin = off set jit = off set plan_cach
 set timezone = 'UTC'
 as $$
 declare
-  v_before text := relay.bind_tenant(p_tenant);
+  v_before text := relay.bind_tenant(p_tenant, null, '{gateway,operator}');
   v_tenant text := coalesce(p_tenant, v_before);
   v_now    timestamptz := clock_timestamp();
 begin

@@ -125,7 +125,7 @@ begin
   end if;
 end $$;
 revoke all on function relay.durable_all_tenants(), relay.durable_tenants(text[]), relay.durable_tenants_due(text, interval, interval)
-  from public;
+  from public, relay_gateway, relay_worker, relay_operator;
 grant execute on function relay.durable_tenants(text[]) to relay_worker;
-grant execute on function relay.durable_all_tenants(), relay.durable_tenants_due(text, interval, interval)
-  to relay_gateway, relay_worker, relay_operator;
+grant execute on function relay.durable_all_tenants() to relay_gateway, relay_operator;
+grant execute on function relay.durable_tenants_due(text, interval, interval) to relay_gateway, relay_worker, relay_operator;

@@ -12,6 +12,9 @@ create table relay.installation (
   -- gen_random_uuid() draws from the server's strong random source; two of them are 244 random bits.
   secret     bytea not null default
              pg_catalog.uuid_send(pg_catalog.gen_random_uuid()) || pg_catalog.uuid_send(pg_catalog.gen_random_uuid()),
+  -- How large what any login writes may be (functions/15_limits.sql). Whoever owns the tables changes them, by UPDATE.
+  max_value_bytes      bigint not null default 8388608 check (max_value_bytes between 65536 and 536870912),
+  max_checkpoint_bytes bigint not null default 1048576 check (max_checkpoint_bytes between 65536 and 536870912),
   created_at timestamptz not null default pg_catalog.clock_timestamp()
 );
 insert into relay.installation default values;

@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
 from tests.support.attacks import try_sql
 from tests.support.databases import TestDatabase
 from tests.support.gateway import open_client
-from tests.support.protocol import ME, Connection, enqueue, logins
+from tests.support.protocol import ME, Connection, connected, enqueue, logins
 from tests.support.relays import RELAY, TENANT, new_relay, running
 from tests.support.tenants import World, build
 
@@ -127,7 +128,7 @@ async def test_an_operators_explain_estimates_from_the_rows_of_all_tenants(
         assert await operator.fetch("select from relay.s2r_relay_dispatch where tenant_id = 'b'") == []
         # Nobody else may ask for a plan of it; and the plan of a call says nothing of what is inside.
         assert await try_sql(worker, sql.format("b")) == "42501"
-        plan = await worker.fetch("explain (analyze, costs, summary off) select * from relay.durable_jobs('a', '{}')")
+        plan = await operator.fetch("explain (analyze, costs, summary off) select * from relay.durable_jobs('a', '{}')")
         assert not [line for line in plan if "durable_job " in line[0] or "Index" in line[0]]
 
 
@@ -143,6 +144,67 @@ async def test_roles_and_memberships_can_be_read_by_everybody(database: TestData
         assert [tuple(row) for row in await attacker.fetch("select * from relay.my_bindings()")] == [
             ("worker", "a", "one")
         ]
+
+
+async def test_settings_of_roles_and_databases_can_be_read_by_everybody(database: TestDatabase) -> None:
+    """So a tenant that is bound by `alter role … set app.tenant_id` is told to all who may connect."""
+    async with logins(database) as made:
+        attacker, other = await made.open("worker", "a", "one"), await made.create()
+        async with connected(database.admin_dsn) as admin:
+            await admin.execute(f"""alter role "{other}" set app.tenant_id = 'acme'""")
+        show = "select rolconfig from pg_roles where rolname = $1"
+        assert await attacker.fetchval(show, other) == ["app.tenant_id=acme"]
+
+
+_CATALOGS = """
+    select c.oid::regclass::text from pg_class c join pg_namespace n on n.oid = c.relnamespace
+    where n.nspname in ('pg_catalog', 'information_schema') and c.relkind in ('r', 'v')
+      and has_table_privilege(c.oid, 'select')
+      -- The manual's: time zones, settings and the like.
+      and c.relname not in ('pg_timezone_names', 'pg_timezone_abbrevs', 'pg_proc', 'pg_rewrite', 'pg_depend',
+                            'pg_backend_memory_contexts')
+    order by 1
+"""
+
+
+@pytest.mark.parametrize("kind", ["worker", "gateway", "operator", "stranger"])
+async def test_no_catalog_shows_a_value_of_another_tenants_row_call_or_channel(
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection, kind: str
+) -> None:
+    """Every relation of PostgreSQL's own that the login may read, while others store, claim, listen and wait."""
+    secret = "zebra-of-b"
+    (job_id, *_) = await enqueue(gateway, 300, tenant=secret, relay=secret, headers={"a": secret}, body=secret.encode())
+    for table in ("request", "queue"):
+        await admin.execute(f"analyze relay.s2r_relay_dispatch_{table}")
+    name = await gateway.fetchval("select relay.channel('result', $1)", secret)
+    await gateway.execute(f"listen {name}; begin")
+    await gateway.fetch("select * from relay.poll($1, $2)", secret, [job_id])
+    await gateway.fetch("select relay.ring('{result}', $1, null, $2)", [secret], [job_id.hex])
+    await worker.execute("begin")
+    await worker.fetch("select * from relay.claim($1, $2, 100, $3, $4, '1 min')", secret, [secret], secret, uuid4())
+    async with logins(database) as made:
+        if kind == "stranger":
+            attacker = await made.connect(await made.create())
+        else:
+            attacker = await made.open(kind, "a", "one" if kind == "worker" else None)
+        relations = [row[0] for row in await attacker.fetch(_CATALOGS)]
+        assert len(relations) > 100
+        found = {}
+        for relation in relations:
+            try:
+                rows = await attacker.fetch(f"select t::text from {relation} t")
+            except (
+                asyncpg.InsufficientPrivilegeError,
+                asyncpg.FeatureNotSupportedError,
+                asyncpg.ObjectNotInPrerequisiteStateError,
+            ):
+                continue
+            text = "\n".join(row[0] or "" for row in rows)
+            if leaks := [
+                mark for mark in (secret, secret.encode().hex(), str(job_id), job_id.hex, name) if mark in text
+            ]:
+                found[relation] = leaks
+        assert found == {}
 
 
 async def test_the_schema_can_be_read_by_everybody(database: TestDatabase) -> None:
@@ -178,13 +240,13 @@ async def test_transaction_ids_the_log_and_the_notification_queue_show_how_busy_
         )
 
 
-async def test_when_somebody_last_swept_durable_jobs_is_told_to_every_bound_login(
+async def test_when_somebody_last_swept_durable_jobs_is_told_to_every_gateway_and_operator(
     database: TestDatabase, gateway: Connection
 ) -> None:
     """A name of a sweep and a time; not who, and not for whom."""
     await gateway.execute("select relay.durable_sweep_turn('lease', '1 hour')")
     async with logins(database) as made:
-        attacker = await made.open("worker", "a", "one")
+        attacker = await made.open("gateway", "a")
         assert [row[0] for row in await attacker.fetch("select * from relay.durable_turns()")] == ["lease"]
 
 

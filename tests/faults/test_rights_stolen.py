@@ -17,7 +17,6 @@ from dispatch_core.errors import RelayDispatchError, TenancyDeniedError
 from dispatch_core.models import DispatchRequest
 from dispatch_core.outbox import Outbox
 from relay_sdk import DispatchJob, Reply
-from tests.support import durable
 from tests.support.attacks import answer, try_sql
 from tests.support.databases import TestDatabase
 from tests.support.gateway import PlayedRelay, open_client
@@ -80,33 +79,6 @@ async def test_a_stolen_worker_login_is_worth_the_jobs_of_its_relay(
         assert await audit(admin, but=("a", "one", made.names[-1])) == before
 
 
-async def test_it_is_worth_the_durable_jobs_of_its_tenant_too(
-    database: TestDatabase, admin: Connection, world: World
-) -> None:
-    """A chunk names no relay: whoever works for the tenant may read, claim and tell of all, and nobody else's."""
-    ids = world.durable["a"]
-    async with logins(database) as made:
-        thief = await made.open("worker", "a", "one")
-        before = await audit(admin, but=("a", None, made.names[-1]))
-        assert len(await thief.fetch("select * from relay.durable_query('a', 'job')")) == len(ids)
-        assert "mark-a-durable" in repr(
-            await thief.fetch("select * from relay.durable_chunks('a', $1)", ids["running"])
-        )
-        assert len(await durable.claim_next(thief, ids["queued"], 2, tenant="a", by="thief")) == 2
-        assert await thief.fetchval(
-            "select relay.durable_set_job_status('a', $1, '{running}', 'failed')", ids["running"]
-        )
-        sql = "select relay.durable_record_event('a', $1, null, 'approved', 'a person', null, null, null)"
-        assert await thief.fetchval(sql, ids["queued"]), "actor is data, and nobody's word"
-        for call in (
-            "durable_control('a', $1, 'cancel')",
-            "durable_resolve('a', $1, 1, 'done', 'me')",
-            "durable_abandon('a', $1)",
-        ):
-            assert (await answer(thief, (f"relay.{call}", [ids["reviewed"]])))[0] == "42501", call
-        assert await audit(admin, but=("a", None, made.names[-1])) == before
-
-
 async def test_its_sessions_can_end_one_another_and_nobody_elses(database: TestDatabase) -> None:
     """A login that many processes share is one for PostgreSQL: it shows their statements to each, too."""
     async with logins(database) as made:
@@ -155,11 +127,11 @@ _RESULTS: list[tuple[str, int | None, str | None, bytes | None, str | None, str 
     ("succeeded", None, '{"a": [1]}', b"\x00" * 100, None, None),
     ("succeeded", 0, "null", b"x", None, None),
     ("succeeded", 200, '{"": "", "x\\r\\ny": "z\\u0001"}', b"x", "E", "m"),
-    ("succeeded", 200, '{"' + "k" * 100_000 + '": "v"}', b"x" * 20_000_000, None, None),
+    ("succeeded", 200, '{"' + "k" * 100_000 + '": "v"}', b"x" * 8 * 1024 * 1024, None, None),
     ("failed", None, None, None, None, None),
     ("failed", None, "{}", b"x", "S2R-EXPIRED", "\x01\x1b[2J"),
-    ("failed", 1, None, None, "S2R-TENANCY-DENIED", "m" * 3_000_000),
-    ("failed", 1, "7", None, "e" * 100_000, "'; drop table x; --"),
+    ("failed", 1, None, None, "S2R-TENANCY-DENIED", "m" * 8192),
+    ("failed", 1, "7", None, "e" * 200, "'; drop table x; --"),
 ]
 
 

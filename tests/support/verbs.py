@@ -127,6 +127,9 @@ OPERATOR_VERBS: Verbs = (
     "poll", "list_jobs", "backlog", "mark_expired", "purge", "outbox_retry", "outbox_park",
     "outbox_retry_parked", "outbox_purge", "outbox_list", "outbox_count", "outbox_show", "outbox_status",
     "outbox_health", "durable_control", "durable_resolve", "durable_retire", "durable_remove",
+    "durable_jobs", "durable_chunks", "durable_row_errors", "durable_events", "durable_query", "durable_health",
+    "durable_record_event", "durable_set_job_status", "durable_update_job", "durable_set_chunk_statuses",
+    "durable_refresh_counters",
 )  # fmt: skip
 GATEWAY_VERBS: Verbs = (
     "enqueue", "enqueue_keyed", "enqueue_bounded", "enqueue_keyed_bounded",
@@ -141,10 +144,7 @@ WORKER_VERBS: Verbs = (
 )  # fmt: skip
 COMMON_VERBS: Verbs = (
     "reclaim", "reclaim_lost", "expire_late", "channel", "ring",
-    "durable_jobs", "durable_chunks", "durable_row_errors", "durable_events", "durable_query", "durable_health",
-    "durable_record_event",
-    "durable_set_job_status", "durable_update_job", "durable_set_chunk_statuses", "durable_finish",
-    "durable_refresh_counters", "durable_reap", "durable_finish_lost",
+    "durable_finish", "durable_reap", "durable_finish_lost",
 )  # fmt: skip
 # Chunks are a tenant's and no relay's: a worker that is bound to one relay of a tenant may work on them.
 WITHOUT_RELAY = frozenset(name for name in (*WORKER_VERBS, *COMMON_VERBS) if name.startswith("durable_"))

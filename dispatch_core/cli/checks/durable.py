@@ -30,7 +30,7 @@ async def jobs(conn: Connection) -> list[Finding]:
         rows = await health.health(tenants[:MANY_TENANTS])
         turns = await health.turns()
     except TenancyDeniedError:
-        return [_found("not looked at: this login is bound to no tenant")]
+        return [_found("not looked at: this login is a worker's, which sees no job, or bound to no tenant")]
     now: datetime = (await one_row(conn, "select relay.now() as now"))["now"]
     values: dict[str, object] = {
         "tenants": len(rows),
