@@ -270,6 +270,8 @@ async def connect(
                     server_settings={"application_name": application_name},
                     connection_class=connection_class,
                 )
+        except ConfigurationError:
+            raise
         except (ValueError, OverflowError) as error:
             raise _unusable_dsn(dsn, error) from None
         except (OSError, EOFError) as error:
@@ -695,6 +697,8 @@ class Database:
                 except BaseException:
                     pool.terminate()
                     raise
+            except ConfigurationError:
+                raise
             except (ValueError, OverflowError) as error:
                 raise _unusable_dsn(self._dsn or "", error) from None
             except (OSError, EOFError) as error:

@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 import anyio
 
 from dispatch_core.backoff import full_jitter
+from dispatch_core.hosts import hosts_of
 
 __all__ = ["CAP_SECONDS", "REFUSED_CAP_SECONDS", "Pace", "pace_of"]
 
@@ -32,7 +33,7 @@ Opened = TypeVar("Opened")
 
 BASE_SECONDS: Final = 0.1
 CAP_SECONDS: Final = 1.0
-"""The longest pause between two tries, so the most that a call is later than the server is back."""
+"""The longest pause between two tries of one host, so the most that a call is later than the server is back."""
 
 REFUSED_CAP_SECONDS: Final = 15.0
 """The same after a refused login."""
@@ -176,5 +177,6 @@ def pace_of(dsn: str) -> Pace:
     key = (asyncio.get_running_loop(), dsn)
     pace = _paces.get(key)
     if pace is None:
-        _paces[key] = pace = Pace()
+        # Each try asks every host, so there are fewer of them the more hosts there are.
+        _paces[key] = pace = Pace(cap=CAP_SECONDS * max(1.0, len(hosts_of(dsn)) * 0.75))
     return pace
