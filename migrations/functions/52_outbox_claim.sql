@@ -332,8 +332,8 @@ declare
   v_alone   boolean := false;
 begin
   if (v_groups > 0 and cardinality(p_kinds) = v_groups and coalesce(cardinality(p_after), v_groups) = v_groups
-      and p_limit >= 1 and p_claimed_by <> '' and p_max_bytes >= 0 and p_horizon > interval '0') is not true then
-    raise exception 'outbox_claim needs groups, a cursor for each, claimed_by, and a positive limit and horizon'
+      and p_limit >= 1 and octet_length(p_claimed_by) between 1 and 200 and p_max_bytes >= 0 and p_horizon > interval '0') is not true then
+    raise exception 'outbox_claim needs groups, a cursor for each, claimed_by (up to 200 bytes), and a positive limit and horizon'
       using errcode = 'S2020';
   end if;
 

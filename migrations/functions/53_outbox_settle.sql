@@ -16,7 +16,7 @@
 --   where that is of a kind of which no event is settled here: another drainer may be the one that has a sink for it.
 --   Events come grouped: the first p_counts[1] of them are of tenant p_tenants[1], and so on; places count through.
 -- Errors: S2001, S2002, S2003; S2020 array lengths, counts, a tenant twice, an unknown outcome; S2021 a delay that is negative or
---   not finite.
+--   not finite; S2022 an error of more than 8 KiB.
 -- Locks: the events, FOR UPDATE, in the order of tenant, event id; waits for them. Where it rings the commit takes the
 --   database-wide notification lock until its WAL is flushed.
 create or replace function relay.outbox_settle(
@@ -63,6 +63,9 @@ begin
   end if;
   if not p_outcomes <@ '{delivered,failed,park,release}' or array_position(p_outcomes, null) is not null then
     raise exception 'an outcome is delivered, failed, park or release' using errcode = 'S2020';
+  end if;
+  if pg_column_size(p_errors) > 8192 then
+    perform relay.check_parts(null, null, null, p_errors);
   end if;
   if p_delays is not null then
     if exists (select 1 from unnest(p_delays) as u (delay)

@@ -99,7 +99,7 @@ end $$;
 -- Guarantees: each event among the inputs that is not parked is parked now, with p_reason as its last_error: outcome 'applied',
 --   `was` = its state before. One that was claimed may be delivered all the same, if it is on its way; what its drainer says
 --   of it then is stale. Every other id is 'stale'.
--- Errors: S2001, S2002, S2003; S2020 no reason.
+-- Errors: S2001, S2002, S2003; S2020 no reason; S2022 one of more than 8 KiB.
 -- Locks: the events, FOR UPDATE, in event id order; waits for them.
 create or replace function relay.outbox_park(p_tenant text, p_event_ids uuid[], p_reason text)
 returns table (n bigint, outcome text, was text)
@@ -119,6 +119,7 @@ begin
   if coalesce(p_reason, '') = '' then
     raise exception 'outbox_park needs a reason' using errcode = 'S2020';
   end if;
+  perform relay.check_size('a reason', octet_length(p_reason), '8192');
   select array_agg(i.n), array_agg(l.row_id), array_agg(l.state), array_agg(l.key) filter (where l.key is not null)
   into v_ns, v_rows, v_states, v_keys
   from (select min(u.n) as n, u.event_id from unnest(p_event_ids) with ordinality as u (event_id, n)

@@ -17,7 +17,7 @@ import pytest
 from dispatch_core import RelayDispatchRepository, TooLargeError
 from dispatch_core.models import Completion
 from relay_sdk import DispatchJob, Reply
-from tests.support import durable
+from tests.support import durable, outbox
 from tests.support.databases import TestDatabase
 from tests.support.gateway import open_client
 from tests.support.protocol import ME, Connection, claimed_job, logins
@@ -209,6 +209,23 @@ async def test_what_gateways_and_operators_write_of_durable_jobs_is_refused_abov
         await _refused(thief.execute(call, job_id, json.dumps({"last_error": text})))
         assert await durable.states(thief, job_id, tenant="a") == ["pending"]
         assert await durable.told(thief, job_id, tenant="a") == ["submitted"]
+
+
+async def test_what_a_drainer_says_of_an_event_is_refused_above_its_limits(
+    database: TestDatabase, gateway: Connection
+) -> None:
+    (event_id,) = await outbox.write(gateway, 1, tenant="a")
+    text = "x" * (8 * KIB + 1)
+    async with logins(database) as made:
+        thief = await made.open("gateway", "a")
+        claim = f"select * from relay.outbox_claim('{{a}}', '{{{outbox.KIND}}}', null, 1, $1)"
+        await _refused(thief.fetch(claim, "x" * 201), "S2020")
+        await thief.fetch(claim, "x" * 200)
+        settle = "select * from relay.outbox_settle($1, '{a}', '{1}', $2, '{1}', '{failed}', array[$3::text], null, 25)"
+        await _refused(thief.fetch(settle, "x" * 200, [event_id], text))
+        await _refused(thief.fetch("select * from relay.outbox_park('a', $1, $2)", [event_id], text))
+        rows = await thief.fetch(settle, "x" * 200, [event_id], text[1:])
+        assert [row["outcome"] for row in rows] == ["applied"]
 
 
 async def test_the_limits_are_the_installations_and_hold_from_the_next_call_on(
