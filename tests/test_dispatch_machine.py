@@ -292,6 +292,20 @@ class Game(RuleBasedStateMachine):
     @rule(
         target=grants, relay=st.sampled_from(RELAYS), order=st.sampled_from(((0, 1), (1, 0))),
         limit=st.integers(2, 5), by=HOLDERS, start=st.integers(0, 1), small=st.booleans(),
+<<<<<<< HEAD
+        due=st.booleans(),
+    )  # fmt: skip
+    def claim_less_than_two_tenants_have(
+        self, relay: str, order: tuple[int, ...], limit: int, by: str, start: int, small: bool, due: bool
+    ) -> Any:
+        """What is missing to that is enqueued before: ready, or delayed and due, the last one first."""
+        for tenant in order:
+            missing = limit + 1 - self.model.ready(self.tenants[tenant], relay)
+            if missing > 0:
+                names = self.enqueued(tenant, missing, relay, b"22", 1, delayed=due).values
+                for name in reversed(names) if due else ():
+                    self.let_be_due(name)
+=======
     )  # fmt: skip
     def claim_less_than_two_tenants_have(
         self, relay: str, order: tuple[int, ...], limit: int, by: str, start: int, small: bool
@@ -300,6 +314,7 @@ class Game(RuleBasedStateMachine):
             missing = limit - self.model.ready(self.tenants[tenant], relay)
             if missing > 0:
                 self.enqueued(tenant, missing, relay, b"22", 1, delayed=False)
+>>>>>>> origin/main
         return self.claimed(relay, order, limit, by, start, small=small)
 
     @rule(target=grants, relay=st.sampled_from(RELAYS), by=HOLDERS)
@@ -486,14 +501,17 @@ class Game(RuleBasedStateMachine):
         if what == "deadline":
             self.let_be_late(name)
         elif what == "delay":
-            self.move(f"update {QUEUE} set available_at = clock_timestamp() - interval '1 hour'", name)
-            job.due = self.model.moment()
+            self.let_be_due(name)
         elif job.result is not None:
             self.move(f"update {RESULT} set completed_at = clock_timestamp() - interval '1 hour'", name)
             job.result.aged = self.model.moment()
         else:
             self.move(f"update {REQUEST} set request_headers = '[1]'", name)
             job.malformed = True
+
+    def let_be_due(self, name: Name) -> None:
+        self.move(f"update {QUEUE} set available_at = clock_timestamp() - interval '1 hour'", name)
+        self.model.jobs[name].due = self.model.moment()
 
     def let_be_late(self, name: Name) -> None:
         for table in (QUEUE, REQUEST):
