@@ -18,7 +18,7 @@ Bound: TypeAlias = int
 
 _NO_BOUND: Final = 2**62
 _ENQUEUE: Final = (
-    "select outcome, job_id, relay_id, pending, date_part('epoch', retry_after)"
+    "select outcome, job_id, relay_id, pending, date_part('epoch', retry_after), date_part('epoch', took)"
     " from relay.enqueue_bounded($1, $2::text::uuid[], $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
 )
 _ENQUEUE_KEYED: Final = (
@@ -29,10 +29,11 @@ _ENQUEUE_KEYED: Final = (
 
 class Bounded(NamedTuple):
     """What came of an enqueue with bounds: per row, whether it was new, or why it was refused; and per relay how many
-    jobs were pending before, counted up to the highest bound."""
+    jobs were pending before, counted up to the highest bound; and how long counting took, for all of them."""
 
     answers: list[bool | BacklogFullError]
     counted: dict[str, int]
+    seconds: float = 0.0
 
 
 def checked_bound(value: object) -> Bound:
@@ -57,11 +58,13 @@ async def enqueue_bounded(
     with mapped_errors():
         records: list[Any] = await conn.fetch(_ENQUEUE, tenant, *columns(rows), limits, whole, notify, timeout=timeout)
     counted: dict[str, int] = {}
+    seconds = 0.0
     places: dict[UUID, int] = {}
     answers: list[bool | BacklogFullError] = [True] * len(rows)
-    for outcome, job_id, relay_id, pending, retry_after in records:
+    for outcome, job_id, relay_id, pending, retry_after, took in records:
         if outcome == "counted":
             counted[relay_id] = pending
+            seconds += took
             continue
         places = places or {row.job_id: place for place, row in enumerate(rows)}
         place = places[job_id]
@@ -72,7 +75,7 @@ async def enqueue_bounded(
             max_pending=bounds[place],
             retry_after_seconds=retry_after,
         )
-    return Bounded(answers, counted)
+    return Bounded(answers, counted, seconds)
 
 
 def raise_if_refused(bounded: Bounded, jobs: Mapping[str, int], max_pending: Bound) -> None:

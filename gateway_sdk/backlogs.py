@@ -8,7 +8,8 @@ the statement while few wait, and too much for each when many do. So a count is 
   room: a sixteenth of it for each process, and what is under way at the moment of a count.
 * at the bound, jobs are refused without asking again for a hundredth of the time in which the relay gets through the
   bound, and 0.1 s at most; so under an overload what is refused costs the database nothing.
-* both last as long as a count of so many jobs may take twenty times; so counting takes a twentieth of a connection.
+* both last at least twenty times as long as the count took, so counting is a twentieth of a connection's time, also
+  where an open transaction keeps dead rows for it to step over.
 
 Jobs under an idempotency key always go to the database: the key may be in use, and then its job is the answer.
 """
@@ -29,7 +30,7 @@ __all__ = ["Backlogs", "Sending"]
 _SHARE: Final = 16
 _TRUSTED_SECONDS: Final = 1.0
 _REFUSED_SECONDS: Final = 0.1
-_SECONDS_A_JOB: Final = 20 * 0.4e-6
+_TIMES: Final = 20
 _FORGOTTEN_SECONDS: Final = 60.0
 
 
@@ -72,7 +73,9 @@ class Backlog:
         self.refused_until = 0.0
         if error is not None:
             self.full, self.retry_after = error.pending, error.retry_after_seconds
-            self.refused_until = now + max(lasts, min(_REFUSED_SECONDS, error.retry_after_seconds / 10))
+            # Whatever counting takes, no longer than for a fifth of the bound: the relay is to have work meanwhile.
+            lasts = max(lasts, min(_REFUSED_SECONDS, error.retry_after_seconds / 10))
+            self.refused_until = now + min(lasts, error.retry_after_seconds * 2)
 
     def is_forgotten(self, now: float) -> bool:
         return not self.under_way and now > self.asked_at + _FORGOTTEN_SECONDS
@@ -206,7 +209,7 @@ class Sending:
         for relay_id, counted in bounded.counted.items():
             backlog = self._known.get(relay_id)
             if backlog is not None:
-                lasts = counted * _SECONDS_A_JOB
+                lasts = bounded.seconds * _TIMES
                 since = backlog.sent - self._sent[relay_id]
                 backlog.pending = counted + stored[relay_id] + self._under_way[relay_id] + since
                 backlog.sent_then = backlog.sent

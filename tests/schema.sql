@@ -1002,7 +1002,7 @@ CREATE FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[
     AS $$ … $$;
 ALTER FUNCTION relay.enqueue(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_notify boolean) OWNER TO relay_api;
 
-CREATE FUNCTION relay.enqueue_bounded(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_max_pending bigint[], p_whole boolean DEFAULT true, p_notify boolean DEFAULT false) RETURNS TABLE(outcome text, job_id uuid, relay_id text, pending bigint, retry_after interval)
+CREATE FUNCTION relay.enqueue_bounded(p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[], p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamp with time zone[], p_delays interval[], p_max_pending bigint[], p_whole boolean DEFAULT true, p_notify boolean DEFAULT false) RETURNS TABLE(outcome text, job_id uuid, relay_id text, pending bigint, retry_after interval, took interval)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET enable_seqscan TO 'off'

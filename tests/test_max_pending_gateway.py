@@ -288,7 +288,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def send(kept: Backlogs, counted: int, bounds: list[int]) -> list[bool | BacklogFullError] | None:
+def send(
+    kept: Backlogs, counted: int, bounds: list[int], *, seconds: float = 0.0
+) -> list[bool | BacklogFullError] | None:
     """Play the statement of a lane; None where it did not count."""
     with kept.sending("acme", [RELAY] * len(bounds), bounds) as sending:
         if not sending.must_count:
@@ -303,7 +305,7 @@ def send(kept: Backlogs, counted: int, bounds: list[int]) -> list[bool | Backlog
             else:
                 answers.append(True)
                 ahead += 1
-        return sending.told(Bounded(answers, {RELAY: min(counted, max(sending.bounds()))}))
+        return sending.told(Bounded(answers, {RELAY: min(counted, max(sending.bounds()))}, seconds))
 
 
 def test_a_count_is_used_for_a_sixteenth_of_the_room_and_for_a_second(clock: Clock) -> None:
@@ -324,11 +326,22 @@ def test_a_count_is_used_for_a_sixteenth_of_the_room_and_for_a_second(clock: Clo
 def test_a_long_count_is_used_for_twenty_times_as_long(clock: Clock) -> None:
     kept = Backlogs(GatewayCounters())
     kept.check("acme", RELAY, 10**7)
-    send(kept, 10**6, [10**7])
+    send(kept, 10**6, [10**7], seconds=0.4)
     clock.now += 7.9
     assert send(kept, 10**6, [10**7]) is None
     clock.now += 0.2
     assert send(kept, 10**6, [10**7]) == [True]
+
+    # But a refusal no longer than for the time of a fifth of the bound, whatever counting has taken.
+    clock.now += 1.1
+    answers = send(kept, 10**7, [10**7], seconds=0.4)
+    assert answers is not None
+    assert isinstance(answers[0], BacklogFullError)
+    clock.now += 3.9
+    with pytest.raises(BacklogFullError):
+        kept.check("acme", RELAY, 10**7)
+    clock.now += 0.2
+    kept.check("acme", RELAY, 10**7)
 
 
 def test_a_refusal_is_repeated_without_asking_for_a_tenth_of_a_second_at_most(clock: Clock) -> None:

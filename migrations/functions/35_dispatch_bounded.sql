@@ -78,7 +78,8 @@ $$;
 -- Guarantees: as relay.enqueue for each job that is not refused. In the order of the arrays, a job is refused where the jobs
 --   of its relay that are pending, and those before it in this call, are p_max_pending[i] or more (one value is for all; a
 --   null is no bound). One that is stored already is never refused. p_whole: one refused job refuses all of them.
---   Rows: 'counted', one a relay with a bound: what was pending before this call, up to the highest bound of the relay there is;
+--   Rows: 'counted', one a relay with a bound: what was pending before this call, up to the highest bound of the relay there is,
+--   and how long counting took;
 --   'known', a job that was there already; 'full', a refused job: how many were pending before it, as far as was counted, and
 --   when to come again.
 -- Errors: as relay.enqueue, of what is not refused; S2020 the length of p_max_pending.
@@ -87,7 +88,7 @@ create or replace function relay.enqueue_bounded(
   p_tenant text, p_job_ids uuid[], p_relay_ids text[], p_operations text[], p_headers text[], p_bodies bytea[],
   p_max_attempts bigint[], p_ttls interval[], p_expires_at timestamptz[], p_delays interval[], p_max_pending bigint[],
   p_whole boolean default true, p_notify boolean default false)
-returns table (outcome text, job_id uuid, relay_id text, pending bigint, retry_after interval)
+returns table (outcome text, job_id uuid, relay_id text, pending bigint, retry_after interval, took interval)
 language plpgsql security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set enable_incremental_sort = off
@@ -106,6 +107,7 @@ declare
   v_ahead   bigint;
   v_there   boolean;
   v_pace    interval;
+  v_began   timestamptz;
   v_passes  boolean[] := '{}';
   v_refused bigint := 0;
   v_known   uuid[] := '{}';
@@ -121,9 +123,12 @@ begin
   loop
     continue when v_of.highest is null;
     v_pace := null;
+    v_began := clock_timestamp();
     v_ahead := relay.pending_upto(v_tenant, v_of.relay_id, v_of.highest);
     outcome := 'counted'; job_id := null; relay_id := v_of.relay_id; pending := v_ahead; retry_after := null;
+    took := greatest(clock_timestamp() - v_began, interval '0');
     return next;
+    took := null;
     continue when v_ahead + v_of.jobs <= v_of.lowest;
     if v_passes = '{}' then
       v_passes := array_fill(true, array[v_count::int]);
@@ -175,7 +180,7 @@ begin
         (select array_agg(a.v order by a.n) from unnest(p_delays, v_passes) with ordinality as a (v, passes, n) where a.passes) end,
       p_notify);
   end if;
-  return query select 'known', k.id, null::text, null::bigint, null::interval from unnest(v_known) as k (id);
+  return query select 'known', k.id, null::text, null::bigint, null::interval, null::interval from unnest(v_known) as k (id);
   perform relay.unbind_tenant(v_before);
 end $$;
 

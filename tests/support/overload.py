@@ -3,7 +3,7 @@
     python -m tests.support.overload FILE JSON-OF-PLAN            DSN and settings by environment
 
 A line a call goes to the file when it ends: whether the overload was over when it was made; when it was made and ended,
-of the machine's monotonic clock; how it ended; the job's id, where there is one; when to come again, where that was said.
+of the machine's monotonic clock; how; the job's id, where there is one; when to come again, where that was said.
 Nothing of a call is kept in the process.
 """
 
