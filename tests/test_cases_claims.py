@@ -121,14 +121,14 @@ async def test_a_chunk_handler_that_computes_for_many_leases_has_its_late_writes
     """Another relay has taken the chunk back by then: it is not disturbed, and the late wake-up renews nothing."""
     work = Work(gateway)
     job_id = await work.submit(1)
-    busy = chunk_relay(database, durable={"lease_seconds": 0.6, **SELDOM})
+    busy = chunk_relay(database, durable={"lease_seconds": 2.0, **SELDOM})
     second: list[durable.Lease] = []
     over = threading.Event()
 
     def take_over() -> None:
         async def another() -> None:
             async with connected(database.worker_dsn) as worker:
-                await eventually(lambda: durable.reap(worker), interval=0.05)
+                await eventually(lambda: durable.reap(worker), timeout=30, interval=0.05)
                 second.extend(await durable.claim_next(worker, job_id, by="another", lease=60))
 
         try:
@@ -141,14 +141,14 @@ async def test_a_chunk_handler_that_computes_for_many_leases_has_its_late_writes
     @busy.chunk_handler(CHUNKS)
     async def compute(ctx: ChunkContext) -> str:
         threading.Thread(target=take_over).start()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 40
         while not over.is_set() and time.monotonic() < until:
             sum(range(1000))
         said.append("returned")
         return "too late"
 
     async with running(busy):
-        await eventually(lambda: busy.metrics.chunks_lost == 1, timeout=25)
+        await eventually(lambda: busy.metrics.chunks_lost == 1, timeout=60)
         chunk = await work.chunk(job_id)
         assert (chunk.status, chunk.claimed_by, chunk.attempts) == (ChunkStatus.RUNNING, "another", 2)
         assert busy.metrics.chunks_done == 0
@@ -184,9 +184,9 @@ async def test_a_sink_that_starves_the_event_loop_settles_nothing_that_another_h
     async def sink(_: OutboxEvent) -> None:
         threading.Thread(target=take_over).start()
         if how == "blocks":
-            over.wait(20)
+            over.wait(40)
         else:
-            until = time.monotonic() + 20
+            until = time.monotonic() + 40
             while not over.is_set() and time.monotonic() < until:
                 sum(range(1000))
 

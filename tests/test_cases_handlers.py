@@ -84,23 +84,23 @@ async def _fail_in_a_child() -> None:
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [*ENDS, "child"])
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in-a-transaction"])
 async def test_whatever_a_chunk_handler_raises_is_a_failed_attempt_of_that_chunk_alone(
-    database: TestDatabase, gateway: Any, how: str, inside: bool
+    database: TestDatabase, gateway: Any, inside: bool
 ) -> None:
-    """Two of them, and what was done in a transaction that an exception has left is rolled back."""
+    """Two of each, and what was done in a transaction that an exception has left is rolled back."""
     work = Work(gateway)
-    job_id = await work.submit(["bad", "good"], max_attempts=2)
-    relay = chunk_relay(database)
+    names = [*ENDS, "child", "good"]
+    job_id = await work.submit(names, max_attempts=2)
+    relay = chunk_relay(database, durable={"lease_seconds": 60.0})
 
     async def end(ctx: ChunkContext) -> None:
         if ctx.payload == "good":
             return
         await ctx.save_checkpoint(ctx.attempt)
-        if how == "child":
+        if ctx.payload == "child":
             await _fail_in_a_child()
-        error: BaseException = ENDS[how]()
+        error: BaseException = ENDS[ctx.payload]()
         raise error
 
     @relay.chunk_handler(CHUNKS)
@@ -112,13 +112,16 @@ async def test_whatever_a_chunk_handler_raises_is_a_failed_attempt_of_that_chunk
             await end(ctx)
 
     async with running(relay):
-        assert (await work.end(job_id)).status is JobStatus.COMPLETED_WITH_ERRORS
-    bad, good = await work.chunk(job_id, 1), await work.chunk(job_id, 2)
-    assert (bad.status, bad.attempts) == (ChunkStatus.FAILED, 2)
-    assert bad.checkpoint == (None if inside else 2)
-    assert bad.last_error
-    assert len(bad.last_error.encode()) <= 2100
-    assert (good.status, good.attempts) == (ChunkStatus.DONE, 1)
+        assert (await work.end(job_id, timeout=60)).status is JobStatus.COMPLETED_WITH_ERRORS
+    for seq, name in enumerate(names, 1):
+        chunk = await work.chunk(job_id, seq)
+        if name == "good":
+            assert (chunk.status, chunk.attempts) == (ChunkStatus.DONE, 1)
+            continue
+        assert (chunk.status, chunk.attempts) == (ChunkStatus.FAILED, 2), name
+        assert chunk.checkpoint == (None if inside else 2), name
+        assert chunk.last_error, name
+        assert len(chunk.last_error.encode()) <= 2100, name
 
 
 @pytest.mark.parametrize("how", ["interrupt", "interrupt-in-a-group", "exit"])
@@ -184,9 +187,9 @@ async def test_the_causes_that_cancel_a_chunk_handler_are_told_apart(database: T
     ids = {name: await work.submit(1, kind=name, max_attempts=1) for name in ("withdrawn", "timeout", "itself")}
     ids["stopped"] = await work.submit(1, kind="stopped", max_attempts=1)
     async with running(relay, grace_seconds=0.0):
-        await eventually(lambda: started == set(ids))
+        await eventually(lambda: started == set(ids), timeout=30)
         await work.control(ids["withdrawn"], "cancel")
-        await eventually(lambda: set(ended) == {"withdrawn", "timeout", "itself"})
+        await eventually(lambda: set(ended) == {"withdrawn", "timeout", "itself"}, timeout=30)
         for name in ("timeout", "itself"):
             assert (await work.end(ids[name])).status is JobStatus.FAILED
     assert set(ended) == set(ids)
@@ -228,13 +231,16 @@ async def test_the_causes_that_cancel_a_handler_are_told_apart(database: TestDat
     ids = {name: await jobs.enqueue("Do", body=name.encode()) for name in ("withdrawn", "itself", "stopped")}
     ids["again"] = await jobs.enqueue("Do", body=b"again", max_attempts=2)
     ids["timeout"] = await jobs.enqueue("Timed", body=b"timeout")
-    ids["deadline"] = await jobs.enqueue("Do", body=b"deadline", ttl=1.5)
     async with running(relay, grace_seconds=0.0):
-        await eventually(lambda: started == set(ids))
+        await eventually(lambda: started == set(ids), timeout=30)
+        # Long enough to begin in.
+        ids["deadline"] = await jobs.enqueue("Do", body=b"deadline", ttl=4)
+        await jobs.ring()
+        await eventually(lambda: "deadline" in started, timeout=30)
         assert await RelayDispatchRepository(gateway, "acme").mark_expired(ids["withdrawn"]) == 1
         for name in ("withdrawn", "deadline", "timeout", "itself"):
-            await jobs.end(ids[name])
-        await eventually(lambda: {"withdrawn", "deadline", "timeout", "itself"} <= ended)
+            await jobs.end(ids[name], timeout=30)
+        await eventually(lambda: {"withdrawn", "deadline", "timeout", "itself"} <= ended, timeout=30)
     assert ended == set(ids)
     found = {name: await jobs.get(job_id) for name, job_id in ids.items()}
     assert {name: (result.status, result.error_code) for name, result in found.items()} == {

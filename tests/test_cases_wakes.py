@@ -69,10 +69,10 @@ async def test_a_half_open_listener_of_a_chunk_relay_is_replaced_and_polling_goe
             assert relay.health().status == "ok"
             proxy.mode = "black_hole"
             for _ in range(3):
-                await work.end(await work.submit(1), timeout=5)
-            await eventually(lambda: relay.health().status == "degraded", timeout=10)
+                await work.end(await work.submit(1), timeout=30)
+            await eventually(lambda: relay.health().status == "degraded", timeout=30)
             proxy.mode = "pass"
-            await eventually(lambda: relay.health().status == "ok", timeout=15)
+            await eventually(lambda: relay.health().status == "ok", timeout=30)
             assert proxy.accepted >= 2
 
 
@@ -128,12 +128,12 @@ async def test_a_chunk_relay_whose_sessions_are_killed_again_and_again_is_woken_
     async with running(relay):
         for kills in (1, 2):
             for _ in range(kills):  # the second time as soon as it is there again
-                await eventually(lambda: relay.health().listener == "listening")
+                await eventually(lambda: _listeners(admin), timeout=30)
                 await _kill(admin, "relay_worker_login")
-            await work.end(await work.submit(1), timeout=15)  # rung for, or found by the catch-up
+            await work.end(await work.submit(1), timeout=30)  # rung for, or found by the catch-up
             await eventually(lambda: relay.health().status == "ok")
             woken = relay.metrics.chunk_notifications
-            await work.end(await work.submit(1), timeout=5)
+            await work.end(await work.submit(1), timeout=30)
             assert relay.metrics.chunk_notifications > woken
             assert await _listeners(admin) == 1
 
@@ -155,7 +155,7 @@ async def test_a_drainer_whose_sessions_are_killed_again_and_again_is_woken_as_b
             for _ in range(2):
                 await admin.fetchval(ring, KIND)
                 delivered += 1
-                await eventually(lambda: drainer.total.delivered == delivered, timeout=15)  # noqa: B023
+                await eventually(lambda: drainer.total.delivered == delivered, timeout=30)  # noqa: B023
             await eventually(lambda: _listeners(admin))
             assert await _listeners(admin) == 1
 
@@ -193,7 +193,7 @@ async def test_chunks_committed_between_connecting_and_listening_are_found_at_on
     async with around_the_listen(monkeypatch, submit) as times, running(relay):
         await eventually(lambda: times[0] == 2)
         for job_id in ids:
-            await work.end(job_id, timeout=5)
+            await work.end(job_id, timeout=30)
     assert len(ids) == 2
 
 
@@ -239,7 +239,7 @@ async def test_behind_a_transaction_pooler_a_chunk_relay_polls_and_its_transacti
 
         everybody = [Work(gateway), Work(gateway, "zeta")]
         async with running(relay):
-            await eventually(lambda: relay.health().listener == "polling_only", timeout=15)
+            await eventually(lambda: relay.health().listener == "polling_only", timeout=30)
             ids = {work.tenant: await work.submit(8) for work in everybody}
             for work in everybody:
                 await work.end(ids[work.tenant], timeout=20)
