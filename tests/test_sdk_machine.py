@@ -420,7 +420,9 @@ class Game(RuleBasedStateMachine):
         job_id = job.job_id
         tenant = TENANTS[job.tenant == TENANTS[0]] if wrong == "tenant" else job.tenant
         relay = "crm" if wrong == "relay" else "erp"
-        fence = play.fence + 1 if wrong == "fence" else play.fence
+        # Where a sweep has ended the job, its result has the fence that is one higher, and the name of the last holder.
+        wrong_fence = play.fence + (-1 if job.status in ENDED else 1)
+        fence = wrong_fence if wrong == "fence" else play.fence
         holder = "another" if wrong == "holder" else play.instance
         worker = self.stage.worker
 
