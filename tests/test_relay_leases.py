@@ -207,7 +207,7 @@ async def test_a_handler_is_cancelled_at_the_deadline_and_its_job_is_expired(
     handler = Long()
     relay.fallback(handler)
     jobs = Jobs(gateway)
-    job_id = await jobs.enqueue(ttl=0.7, max_attempts=5)
+    job_id = await jobs.enqueue(ttl=1.5, max_attempts=5)
     async with running(relay):
         result = await jobs.end(job_id)
     assert (result.status, result.error_code, result.attempt) == (EXPIRED, "S2R-EXPIRED", 1)
