@@ -292,7 +292,6 @@ class Game(RuleBasedStateMachine):
     @rule(
         target=grants, relay=st.sampled_from(RELAYS), order=st.sampled_from(((0, 1), (1, 0))),
         limit=st.integers(2, 5), by=HOLDERS, start=st.integers(0, 1), small=st.booleans(),
-<<<<<<< HEAD
         due=st.booleans(),
     )  # fmt: skip
     def claim_less_than_two_tenants_have(
@@ -305,16 +304,6 @@ class Game(RuleBasedStateMachine):
                 names = self.enqueued(tenant, missing, relay, b"22", 1, delayed=due).values
                 for name in reversed(names) if due else ():
                     self.let_be_due(name)
-=======
-    )  # fmt: skip
-    def claim_less_than_two_tenants_have(
-        self, relay: str, order: tuple[int, ...], limit: int, by: str, start: int, small: bool
-    ) -> Any:
-        for tenant in order:
-            missing = limit - self.model.ready(self.tenants[tenant], relay)
-            if missing > 0:
-                self.enqueued(tenant, missing, relay, b"22", 1, delayed=False)
->>>>>>> origin/main
         return self.claimed(relay, order, limit, by, start, small=small)
 
     @rule(target=grants, relay=st.sampled_from(RELAYS), by=HOLDERS)
