@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 )
 
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository, prepare
-from dispatch_core.errors import IdempotencyConflictError, TenancyUnboundError
+from dispatch_core.errors import BacklogFullError, IdempotencyConflictError, TenancyUnboundError
 from dispatch_core.models import Completion, DispatchRequest, DispatchResult, PutBack
 from tests.support.databases import TestDatabase
 from tests.support.dispatch_model import Grant, Job, Model, Name
@@ -189,6 +189,29 @@ class Game(RuleBasedStateMachine):
         (fresh,) = self.store(name[0], [(name[1], row)])
         self.saw("enqueue again", "new" if fresh else "known")
         return multiple()
+
+    @rule(
+        target=names,
+        tenant=TENANTS,
+        bounds=st.lists(st.tuples(st.sampled_from(RELAYS), st.integers(0, 8)), min_size=1, max_size=5),
+        whole=st.booleans(),
+        delayed=st.booleans(),
+    )
+    def enqueue_bounded(self, tenant: int, bounds: list[tuple[str, int]], whole: bool, delayed: bool) -> Any:
+        name = self.tenants[tenant]
+        rows = [self.new_row(name, relay, b"bounded", 1, delayed) for relay, _ in bounds]
+        told = self.run(
+            self.gateway(name).enqueue_bounded_rows(
+                [row for _, row in rows], [bound for _, bound in bounds], whole=whole
+            )
+        )
+        self.seqs |= self.stored_seqs(name)
+        expected = self.model.enqueue_bounded(
+            name, [(n, self.modelled(name, n, row), bounds[i][1]) for i, (n, row) in enumerate(rows)], whole
+        )
+        assert [isinstance(answer, BacklogFullError) for answer in told.answers] == expected
+        self.saw("enqueue bounded", "all" if not any(expected) else "none" if all(expected) or whole else "some")
+        return multiple(*((name, number) for number, _ in rows if (name, number) in self.model.jobs))
 
     @rule(target=names, tenant=TENANTS, key=st.sampled_from(("k1", "k2")), **NEW)
     def enqueue_keyed(self, tenant: int, key: str, **options: Any) -> Any:

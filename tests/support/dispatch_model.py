@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -126,6 +127,23 @@ class Model:
             fresh.append((tenant, number) not in self.jobs)
             self.jobs.setdefault((tenant, number), job)
         return fresh
+
+    def enqueue_bounded(self, tenant: str, rows: list[tuple[int, Job, int]], whole: bool) -> list[bool]:
+        """Return of each new one, with its bound (0 is none), whether it is refused."""
+        ahead = Counter(
+            job.relay
+            for (owner, _), job in self.jobs.items()
+            if owner == tenant and job.result is None and job.state != "claimed"
+        )
+        refused = []
+        for _, job, bound in rows:
+            refused.append(0 < bound <= ahead[job.relay])
+            ahead[job.relay] += not refused[-1]
+        if not whole or not any(refused):
+            for (number, job, _), is_refused in zip(rows, refused, strict=True):
+                if not is_refused:
+                    self.jobs[tenant, number] = job
+        return refused
 
     def enqueue_keyed(self, tenant: str, number: int, job: Job) -> tuple[int, bool] | None:
         """Return the job's number, and whether it was there before; None for a key of another request."""
