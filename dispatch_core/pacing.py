@@ -136,9 +136,12 @@ class Pace:
             raise
         except BaseException:
             # Given up by its caller. Those who wait are told nothing by it, and one of them is next.
-            was_silent = proves or time.monotonic() - began >= _SILENT_SECONDS
-            if self._silence_counts and was_silent and began >= self._failed_at:
-                self._fail()
+            if self._silence_counts and began >= self._failed_at:
+                if time.monotonic() - began >= _SILENT_SECONDS:
+                    self._fail()
+                elif proves:
+                    # Callers in haste shall neither make a loop of tries nor have the pauses grow.
+                    self._not_before = max(self._not_before, began + _SILENT_SECONDS / 2)
             raise
         finally:
             if proves:
