@@ -617,6 +617,8 @@ class Database:
         self._command_timeout = command_timeout
         self._application_name = application_name
         self._pool: Any = None
+        self._closing_pool: Any = None
+        """The pool that is being closed, or was."""
         self._owns_pool = True
         # Between its uses a connection stays here and not in the driver's pool, where acquire and release cost as much
         # as a statement: a task, a shield, three timers. A caller's pool is left as it is: others draw on it too.
@@ -713,6 +715,7 @@ class Database:
         if not self._owns_pool or self._pool is None:
             return
         pool, self._pool = self._pool, None
+        self._closing_pool = pool
         if time.monotonic() < self._silent_until:
             pool.terminate()  # it has just been waited for in vain: a good-bye would be too
             return
@@ -728,12 +731,14 @@ class Database:
             pool.terminate()
 
     def terminate(self) -> None:
-        """Cut all connections of our own pool at once, for an owner that must leave although the network is dead.
+        """Cut all connections of our own pool at once, for an owner that must leave although the network is dead;
+        also while it is being closed.
 
         Statements under way fail with ConnectionLostError, later ones with DatabaseUnavailableError. Idempotent: yes.
         """
-        if self._owns_pool and self._pool is not None:
-            self._pool.terminate()
+        for pool in (self._pool, self._closing_pool):
+            if self._owns_pool and pool is not None:
+                pool.terminate()
 
     @property
     def is_borrowed(self) -> bool:

@@ -376,8 +376,9 @@ def main(program: str) -> int:
     orders: int = parser.parse_args().orders
     if orders < 2 * len(STEPS):
         parser.error(f"it takes at least {2 * len(STEPS)} orders, two for each step")
-    # As Ctrl-C, so that what was started ends too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM as Ctrl-C, so that what was started ends too: the event loop has its own way with that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     started = time.perf_counter()
     print(PROLOGUE, flush=True)
     try:

@@ -267,8 +267,9 @@ def main(program: str) -> int:
     options = parser.parse_args()
     if options.chunks < 20 or options.rows < 50 * options.chunks or options.rows % options.chunks:
         parser.error("it takes at least 20 chunks, and for each at least 50 rows, the same number")
-    # As Ctrl-C, so that what was started ends too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM as Ctrl-C, so that what was started ends too: the event loop has its own way with that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     started = time.perf_counter()
     print(PROLOGUE.format(rows=options.rows, chunks=options.chunks), flush=True)
     try:
