@@ -80,6 +80,15 @@ async def test_the_same_key_is_the_same_job_and_another_request_under_it_fails()
     assert (other.code, other.out) == (1, "")
 
 
+async def test_a_backlog_that_is_full_is_a_failure_that_says_when_to_come_again() -> None:
+    await enqueue("--max-pending", "1")
+    refused = await jobs("enqueue", "acme", "erp", "GetInvoice", "--max-pending", "1")
+    assert (refused.code, refused.out) == (1, "")
+    assert "S2R-BACKLOG-FULL" in refused.err
+    assert "1 jobs wait for relay erp" in " ".join(refused.err.split())
+    await enqueue("--max-pending", "0")
+
+
 async def test_enqueue_and_wait_prints_the_answer_and_ends_as_the_job_did(worker: Connection) -> None:
     answer = {"response_status": 200, "response_headers": {"x-a": "1"}, "response_body": b'{"total":4200}'}
     async with worker_that(worker, **answer):
@@ -182,6 +191,7 @@ async def test_what_is_not_there_is_exit_code_three() -> None:
         ("enqueue", "acme", "erp", "X", "--ttl", "0"),
         ("enqueue", "acme", "erp", "X", "--ttl", "inf"),
         ("enqueue", "acme", "erp", "X", "--max-attempts", "0"),
+        ("enqueue", "acme", "erp", "X", "--max-pending", "-1"),
         ("show", "acme", "not-an-id"),
         ("list", "acme", "--status", "lost"),
         ("list", "acme", "--limit", "0"),
