@@ -18,12 +18,14 @@ __all__ = ["still", "within"]
 def still(pid: int | None = None) -> float:
     """Return a clock in seconds that stands while the process's main thread runs or wants to; only differences count.
 
-    Where the system does not tell (it is not Linux), it never stands.
+    Where the system does not tell (it is not Linux), it never stands. Raises: ProcessLookupError.
     """
     pid = pid or os.getpid()
     try:
         ran, queued, *_ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
     except OSError:
+        if Path("/proc/self/schedstat").exists():
+            raise ProcessLookupError(pid) from None
         return time.monotonic()
     return time.monotonic() - (int(ran) + int(queued)) / 1e9
 
