@@ -288,6 +288,18 @@ class Game(RuleBasedStateMachine):
         assert count == self.model.purge(self.tenants[tenant], limit)
         self.saw("purge", count)
 
+    @rule(limit=st.integers(1, 3))
+    def purge_all_that_has_ended(self, limit: int) -> None:
+        """The youngest ended first, as far as the clock says; a key's job is among them."""
+        for (owner, _), (number, _) in list(self.model.keys.items()):
+            self.withdraw((owner, number), other=False)
+        for name, job in reversed(list(self.model.jobs.items())):
+            if job.result is not None:
+                self.let_have_ended_long_ago(name)
+        for tenant in (0, 1):
+            self.purge(tenant, limit)
+            self.purge(tenant, 30)
+
     # --- claim ----------------------------------------------------------------------------------------
 
     @rule(
@@ -425,12 +437,22 @@ class Game(RuleBasedStateMachine):
         if self.would_wait(some):
             return
         code = "E-OWN" if status == "failed" else None
+
+        def body_of(one: Grant) -> bytes | None:
+            return None if body is None else body + str(one.job).encode()
+
         settled = self.run(
             self.worker.complete_many(
                 some[0].relay,
                 [
                     Completion(
-                        job_id(one.job), one.fence, one.tenant, status, number, response_body=body, error_code=code
+                        job_id(one.job),
+                        one.fence,
+                        one.tenant,
+                        status,
+                        number,
+                        response_body=body_of(one),
+                        error_code=code,
                     )
                     for one in some
                 ],
@@ -439,10 +461,10 @@ class Game(RuleBasedStateMachine):
         )
         # All first ones are settled before what is there twice, or is not to be settled, is looked at.
         first = [one for n, one in enumerate(some) if one not in some[:n] and self.model.held(one) is not None]
-        expected = {one: self.model.complete(one, status, number, body, code) for one in first}
+        expected = {one: self.model.complete(one, status, number, body_of(one), code) for one in first}
         for n, one in enumerate(some):
             is_first = one in expected and one not in some[:n]
-            wanted = expected[one] if is_first else self.model.complete(one, status, number, body, code)
+            wanted = expected[one] if is_first else self.model.complete(one, status, number, body_of(one), code)
             assert (settled[n].outcome, settled[n].status) == wanted
             self.saw("complete", "{} {}".format(*wanted))
 
@@ -478,6 +500,51 @@ class Game(RuleBasedStateMachine):
             assert [(one.outcome, one.status) for one in settled] == expected
             for outcome in expected:
                 self.saw("release", "{} {}".format(*outcome))
+
+    @rule(grant=grants, turn=TURNS, late=st.sampled_from((False, False, False, True)))
+    def say_everything_wrong(self, grant: Grant, turn: int, late: bool) -> None:
+        """Every verb about a claim, with one thing wrong in it; or what is left to say of one past its deadline."""
+        wrongs: tuple[Wrong, ...] = ("tenant", "relay", "fence", "holder")
+        if late:
+            grant = self.pick(grant, turn, "")
+            if self.model.held(grant) is not None and self.model.locked != grant.name:
+                self.let_be_late(grant.name)
+                self.claim_again(grant, 0, "")
+                self.complete_once(grant)
+                self.complete_once(grant)
+        for wrong in wrongs:
+            self.heartbeat(grant, [], turn, wrong)
+            self.complete(grant, [], turn, wrong, "succeeded", b"wrong", None)
+            self.retry(grant, [], turn, wrong, "no", True)
+            self.release(grant, [], turn, wrong, False)
+            self.fetch_body(grant, turn, wrong)
+            self.claim_again(grant, turn, wrong)
+
+    def complete_once(self, grant: Grant) -> None:
+        self.complete(grant, [], 0, "", "succeeded", b"once", 200)
+
+    @rule(grant=grants, turn=TURNS)
+    def complete_and_say_it_again(self, grant: Grant, turn: int) -> None:
+        """By the holder: repeated; by another relay, which is told nothing of it."""
+        grant = self.pick(grant, turn, "")
+        self.complete_once(grant)
+        self.complete_once(grant)
+        self.complete_once(replace(grant, relay=RELAYS[grant.relay == RELAYS[0]]))
+
+    @precondition(lambda self: self.model.locked is None)
+    @rule(limit=st.integers(1, 3), order=st.sampled_from(((0, 1), (1, 0))), turn=TURNS, young=st.booleans())
+    def lose_all_leases(self, limit: int, order: tuple[int, ...], turn: int, young: bool) -> None:
+        """One of the rows is locked: its heartbeat is told so, and it is not taken back; nor is any, by the young."""
+        held = [grant for grant in self.granted if self.model.held(grant) is not None]
+        for grant in held:
+            self.let_a_lease_run_out(grant, 0)
+        if held:
+            locked = held[turn % len(held)]
+            self.lock(locked.name)
+            if not young:
+                self.heartbeat(locked, [], 0, "")
+            self.reclaim(None, order, limit, young)
+            self.unlock_the_row()
 
     @rule(verb=st.sampled_from(("claim", "heartbeat", "complete_many", "retry", "release", "poll_many", "purge")))
     def say_something_without_a_tenant(self, verb: str) -> None:
@@ -515,8 +582,7 @@ class Game(RuleBasedStateMachine):
         elif what == "delay":
             self.let_be_due(name)
         elif job.result is not None:
-            self.move(f"update {RESULT} set completed_at = clock_timestamp() - interval '1 hour'", name)
-            job.result.aged = self.model.moment()
+            self.let_have_ended_long_ago(name)
         else:
             self.move(f"update {REQUEST} set request_headers = '[1]'", name)
             job.malformed = True
@@ -524,6 +590,12 @@ class Game(RuleBasedStateMachine):
     def let_be_due(self, name: Name) -> None:
         self.move(f"update {QUEUE} set available_at = clock_timestamp() - interval '1 hour'", name)
         self.model.jobs[name].due = self.model.moment()
+
+    def let_have_ended_long_ago(self, name: Name) -> None:
+        result = self.model.jobs[name].result
+        assert result is not None
+        self.move(f"update {RESULT} set completed_at = clock_timestamp() - interval '1 hour'", name)
+        result.aged = self.model.moment()
 
     def let_be_late(self, name: Name) -> None:
         for table in (QUEUE, REQUEST):
@@ -543,16 +615,18 @@ class Game(RuleBasedStateMachine):
         ready = [one for one, job in self.model.jobs.items() if job.state == "ready" and job.result is None]
         name = ready[turn % len(ready)] if ready and turn else name
         if self.model.live(name) is not None:
+            self.lock(name)
 
-            async def lock() -> None:
-                self.locking = self.stage.locker.transaction()
-                await self.locking.start()
-                await self.stage.locker.execute(
-                    f"select from {QUEUE} where tenant_id = $1 and job_id = $2 for update", name[0], job_id(name[1])
-                )
+    def lock(self, name: Name) -> None:
+        async def lock() -> None:
+            self.locking = self.stage.locker.transaction()
+            await self.locking.start()
+            await self.stage.locker.execute(
+                f"select from {QUEUE} where tenant_id = $1 and job_id = $2 for update", name[0], job_id(name[1])
+            )
 
-            self.run(lock())
-            self.model.locked = name
+        self.run(lock())
+        self.model.locked = name
 
     @precondition(lambda self: self.model.locked is not None)
     @rule()
@@ -593,6 +667,16 @@ class Game(RuleBasedStateMachine):
             self.model.promote(tenant, relay, 500)
         assert {what: n for what, n in said.items() if what[0] in self.tenants} == expected
         self.saw("sweep", "some" if expected else "none")
+
+    @rule(grant=grants, turn=TURNS, relay=st.sampled_from(RELAYS))
+    def sweep_what_is_late_and_due(self, grant: Grant, turn: int, relay: str) -> None:
+        grant = self.pick(grant, turn, "")
+        if self.model.held(grant) is not None and self.model.locked != grant.name:
+            self.let_be_late(grant.name)
+        for name, job in self.model.jobs.items():
+            if job.state == "delayed" and job.result is None and name != self.model.locked:
+                self.let_be_due(name)
+        self.sweep(grant.relay if turn else relay)
 
     # --- what holds after every step ------------------------------------------------------------------
 
