@@ -76,12 +76,12 @@ async def test_of_twenty_jobs_a_second_apart_each_is_claimed_within_the_poll_tho
         jobs = Jobs(gateway)
         async with running(relay):
             proxy.mode = "black_hole"
-            waits: list[float] = []
+            ids = []
             for _ in range(20):
-                began = time.monotonic()
-                result = await jobs.end(await jobs.enqueue(), timeout=20)
-                waits.append((result.claimed_at - result.created_at).total_seconds())  # type: ignore[operator]
-                await anyio.sleep(max(0.0, 1.0 - (time.monotonic() - began)))
+                ids.append(await jobs.enqueue(ttl=300))
+                await anyio.sleep(1.0)
+            results = await jobs.ends(ids, timeout=30)
+            waits = [(r.claimed_at - r.created_at).total_seconds() for r in results]  # type: ignore[operator]
             # By the server's clock. Evenly from nothing to the interval; the slowest are the machine's.
             print("waited:", " ".join(f"{wait:.1f}" for wait in sorted(waits)))
             assert statistics.median(waits) <= poll
