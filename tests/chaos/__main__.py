@@ -25,6 +25,8 @@ from tests.chaos.schedule import draw
 
 SETTLE_SECONDS = 120.0
 """For the longest deadline to pass, and for what waits for a sweep."""
+START_SECONDS = 120.0
+"""For every process to be at work, before the first fault."""
 SHOWN = 20
 """Of findings of one kind."""
 
@@ -69,6 +71,7 @@ async def run(seed: int, seconds: float, rate: float, files: Path) -> Evidence:
             group.start_soon(show.run)
             group.start_soon(made.watch)
             group.start_soon(made.watch_transactions)
+            await _all_at_work(made)
             began = time.monotonic()
             await faults.run()
             await anyio.sleep(max(0.0, began + seconds - time.monotonic()))
@@ -87,6 +90,21 @@ async def run(seed: int, seconds: float, rate: float, files: Path) -> Evidence:
             show.say(f"faults done: {', '.join(f'{kind} {n}' for kind, n in sorted(faults.done.items()))}")
             group.cancel_scope.cancel()
         return await gather(made)
+
+
+async def _all_at_work(made: Rig) -> None:
+    """Wait for it: on a busy machine a run would be over before a process has begun, and nothing wrong found in it."""
+    until = time.monotonic() + START_SECONDS
+    conn = await asyncpg.connect(made.journal_dsn)
+    try:
+        while time.monotonic() < until:
+            rows = await conn.fetch("select distinct process from journal where event in ('accepted', 'began')")
+            if {row[0] for row in rows} >= {*GATEWAYS, *RELAYS}:
+                return
+            await anyio.sleep(0.2)
+    finally:
+        conn.terminate()
+    raise SystemExit(f"within {START_SECONDS:.0f} s not every process was at work: see the logs in {made.files}")
 
 
 async def _stop(made: Rig, names: tuple[str, ...]) -> None:
