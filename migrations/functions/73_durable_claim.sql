@@ -209,7 +209,9 @@ begin
           update relay.durable_chunk c
           set status = 'running', attempts = c.attempts + 1, lease_version = c.lease_version + 1, lease_token = p_token,
               lease_expires_at = v_now + p_lease, claimed_by = p_claimed_by, claimed_at = v_now, updated_at = v_now
+          -- Before PostgreSQL 17 the planner may take the numbers for a filter, and so read every chunk of the job: between them then.
           where c.tenant_id = v_tenant and c.job_id = v_id and c.seq = any (v_job.seqs)
+            and c.seq >= v_job.seqs[1] and c.seq <= v_job.seqs[cardinality(v_job.seqs)]
           returning c.seq, c.payload, c.checkpoint, c.attempts, c.lease_version, c.rows_total, c.rows_done, c.rows_failed
         )
         select 'claimed', v_tenant, v_id, t.seq, v_job.kind, case when t.seq = v_job.seqs[1] then v_job.params end,

@@ -305,6 +305,8 @@ begin
     select array_agg(l.row_id) into v_rows
     from (select c.ctid as row_id from relay.durable_chunk c
           where c.tenant_id = p_tenant and c.job_id = p_job_ids[1] and c.seq = any (p_seqs)
+            -- Before PostgreSQL 17, see durable_claim.
+            and c.seq >= (select min(u.seq) from unnest(p_seqs) as u (seq)) and c.seq <= (select max(u.seq) from unnest(p_seqs) as u (seq))
             and c.lease_token = any (v_tokens) and c.lease_expires_at is not null
           order by c.seq for update) l;
     v_jobs := p_job_ids[1:1];
