@@ -1119,11 +1119,6 @@ CREATE FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) RETURNS TABL
     AS $$ … $$;
 ALTER FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) OWNER TO relay_api;
 
-CREATE FUNCTION relay.may_notify() RETURNS boolean
-    LANGUAGE plpgsql
-    AS $$ … $$;
-ALTER FUNCTION relay.may_notify() OWNER TO relay_api;
-
 CREATE FUNCTION relay.my_bindings() RETURNS TABLE(kind text, tenant_id text, relay_id text)
     LANGUAGE sql STABLE SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -2408,8 +2403,6 @@ REVOKE ALL ON FUNCTION relay.login_is(p_kinds text[], p_tenant text) FROM PUBLIC
 REVOKE ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) TO relay_gateway;
 GRANT ALL ON FUNCTION relay.mark_expired(p_tenant text, p_job_ids uuid[]) TO relay_operator;
-
-REVOKE ALL ON FUNCTION relay.may_notify() FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION relay.my_bindings() FROM PUBLIC;
 GRANT ALL ON FUNCTION relay.my_bindings() TO relay_gateway;

@@ -66,7 +66,6 @@ INSIDE_OF_VERBS = {
     "check_size",
     "check_json",
     "check_parts",
-    "may_notify",
     "durable_write_extra",
     "durable_matches",
     "durable_meets",

@@ -86,9 +86,10 @@ async def test_a_session_is_not_told_the_channels_that_its_calls_ring(
 
 
 async def test_every_function_that_notifies_does_so_in_silence(admin: Connection) -> None:
-    """So that a new one cannot be forgotten."""
+    """And looks before whether the queue has room (D161). So that a new one cannot be forgotten."""
     rows = await admin.fetch(
-        r"""select proname as name, 'trace_notify=off' = any (coalesce(proconfig, '{}')) as silent from pg_proc
+        r"""select proname as name, 'trace_notify=off' = any (coalesce(proconfig, '{}'))
+                   and prosrc ~ '\mpg_notification_queue_usage\M' as silent from pg_proc
             where pronamespace = 'relay'::regnamespace and prosrc ~ '\mpg_notify\M'"""
     )
     assert {row["name"] for row in rows} == {"notify", "ring", "outbox_ring", "durable_ring"}

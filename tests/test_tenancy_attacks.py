@@ -251,7 +251,7 @@ async def test_every_internal_function_is_among_those_that_were_tried(admin: Con
     internal = {
         "bind_tenant", "set_tenant", "unbind_tenant", "login_is", "channel_name", "grant_binding", "revoke_binding",
         "end_jobs", "return_jobs", "renew_jobs", "ready_jobs", "drop_jobs", "request_digest",
-        "claim_turn", "notify", "may_notify", "confirm_commit", "check_size", "check_json", "check_parts",
+        "claim_turn", "notify", "confirm_commit", "check_size", "check_json", "check_parts",
         "pace", "retry_after", "pending_upto",
         "outbox_drop", "outbox_back", "outbox_hold", "outbox_open", "outbox_promote", "outbox_ring", "outbox_new_id",
         "outbox_choose", "outbox_restart", "outbox_last", "outbox_matching",

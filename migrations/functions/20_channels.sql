@@ -17,7 +17,8 @@
 --
 -- The queue of notifications is the server's. Whoever may connect can fill it, by listening in a transaction that he leaves open
 -- while he notifies, and then each commit that notifies fails: a job could not be enqueued, an event not be written. So from
--- half full on nothing of ours rings (relay.may_notify): what there is to do is found by polling.
+-- half full on nothing of ours rings: what there is to do is found by polling. What is rung between the look and the commit is far
+-- less than the other half.
 
 -- Guarantees: a pure function of secret, kind, tenant and relay: lower case, ASCII, 44 bytes (PostgreSQL cuts a name at 63).
 --   The lengths keep ('a', 'bc') and ('ab', 'c') apart.
@@ -73,14 +74,6 @@ begin
     'result, outbox, durable or durable_watch' using errcode = 'S2020';
 end $$;
 
--- Guarantees: whether there is room for notifications. What is rung between this look and the commit is far less than the other half.
-create or replace function relay.may_notify() returns boolean
-language plpgsql
-as $$
-begin
-  return pg_notification_queue_usage() < 0.5;
-end $$;
-
 -- Guarantees: a NOTIFY at this transaction's commit, and the caller's session is not told the channel's name. None where the queue is
 --   half full.
 -- Locks: the commit takes the database-wide notification lock until its WAL is flushed.
@@ -90,7 +83,7 @@ language plpgsql
 set trace_notify = off
 as $$
 begin
-  perform pg_notify(p_channel, p_payload) where relay.may_notify();
+  perform pg_notify(p_channel, p_payload) where pg_notification_queue_usage() < 0.5;
 end $$;
 
 -- Guarantees: one NOTIFY a row, at this transaction's commit; none where the queue of notifications is half full. The arrays go side by
@@ -112,7 +105,7 @@ declare
   v_ring record;
   v_before text;
   v_count bigint := 0;
-  v_room  boolean := relay.may_notify();
+  v_room  boolean := pg_notification_queue_usage() < 0.5;
 begin
   for v_ring in
     select r.kind, r.tenant, case when r.kind in ('wake', 'cancel') then coalesce(r.relay, '') end as relay,

@@ -57,7 +57,9 @@ begin
     raise exception 'an array of enqueue must hold a value per job, or one for all; only relays and operations cannot be null'
       using errcode = 'S2020';
   end if;
-  if pg_column_size(p_bodies) > 8192 or pg_column_size(p_headers) > 100 then
+  -- What stands for all, and what comes alone, by itself: check_parts costs what a lone job does.
+  if octet_length(v_body) > 65536 or octet_length(v_headers::text) > 65536
+     or v_count > 1 and (v_body is null and pg_column_size(p_bodies) > 8192 or v_headers is null and pg_column_size(p_headers) > 100) then
     perform relay.check_parts(p_headers, p_bodies, null, null);
   end if;
   if v_count = 0 then

@@ -57,8 +57,11 @@ begin
   if not p_statuses <@ '{succeeded,failed}' then
     raise exception 'complete takes the status succeeded or failed' using errcode = 'S2020';
   end if;
-  if pg_column_size(p_response_bodies) > 8192 or pg_column_size(p_response_headers) > 100
-     or pg_column_size(p_error_messages) > 8192 or pg_column_size(p_error_codes) > 200 then
+  if (case when v_count = 1
+       then octet_length(p_response_bodies[1]) > 65536 or octet_length(p_error_messages[1]) > 8192 or octet_length(p_error_codes[1]) > 200
+            or octet_length(p_response_headers[1]) > 64 and octet_length(p_response_headers[1]::jsonb::text) > 65536
+       else pg_column_size(p_response_bodies) > 8192 or pg_column_size(p_response_headers) > 100
+            or pg_column_size(p_error_messages) > 8192 or pg_column_size(p_error_codes) > 200 end) then
     perform relay.check_parts(p_response_headers, p_response_bodies, p_error_codes, p_error_messages);
   end if;
   -- In the order of their names, for the locks.

@@ -143,7 +143,7 @@ begin
   -- One statement: each costs as much as a notification.
   perform pg_catalog.pg_notify(relay.channel_name('outbox', p_tenant, null), ''),
           pg_catalog.pg_notify(relay.channel_name('outbox', '', null), '')
-  where relay.may_notify();
+  where pg_catalog.pg_notification_queue_usage() < 0.5;
 end $$;
 
 -- Guarantees: a new UUIDv7 of that time, to the millisecond.

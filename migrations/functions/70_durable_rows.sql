@@ -277,7 +277,7 @@ begin
         from unnest(p_jobs) with ordinality as u (job_id, i) group by (u.i - 1) / 200) d
   cross join (values (relay.channel_name('durable_watch', p_tenant, null)), (relay.channel_name('durable', p_tenant, null)))
     as k (name)
-  where relay.may_notify();
+  where pg_notification_queue_usage() < 0.5;
   if p_work then
     perform relay.notify(relay.channel_name('durable', p_tenant, null), '');
   end if;

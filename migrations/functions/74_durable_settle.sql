@@ -176,7 +176,7 @@ begin
   if p_lease <= interval '0' or p_lease > interval '1 day' then
     raise exception 'a lease must be positive, and at most a day' using errcode = 'S2020';
   end if;
-  if pg_column_size(p_checkpoint) > 64 then
+  if pg_column_size(p_checkpoint) > 64 and octet_length(p_checkpoint::text) > 65536 then
     perform relay.check_json('a checkpoint', p_checkpoint, 'checkpoint');
   end if;
   v_row := relay.durable_hold(v_tenant, p_job_id, p_seq, p_token, p_version);
@@ -209,7 +209,7 @@ declare
   v_now   timestamptz;
   v_job   record;
 begin
-  if pg_column_size(p_outcome) > 64 then
+  if pg_column_size(p_outcome) > 64 and octet_length(p_outcome::text) > 65536 then
     perform relay.check_json('an outcome', p_outcome, 'checkpoint');
   end if;
   -- As durable_hold; here, and with what is_last asks, since a lone completion costs what its statements and functions do.
