@@ -224,15 +224,16 @@ MUTANTS = [
     _read(
         "poll",
         "a job past its deadline is still shown as it was",
-        "                when q.expires_at <= v_now then 'expired'\n",
+        "                when q.late then 'expired'\n",
         "",
     ),
     _read("list_jobs", "a list shows it as it was", "case when q.expires_at <= v_now then 'expired' when", "case when"),
     _read("poll", "a job that has ended is shown without its body", "case when j.fits then j.body end", "null::bytea"),
     _tenancy(
         "bind_tenant",
-        "no tenant is the first one there is",
+        "no tenant is any",
         "      raise exception 'no tenant was given, and none is bound on this connection' using errcode = 'S2001';",
         "      return '';",
+        equivalent="row security raises the same, where a row is looked at",
     ),
 ]
