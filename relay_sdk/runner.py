@@ -135,6 +135,8 @@ class _Run:
             )
             async with contextlib.AsyncExitStack() as stack, anyio.create_task_group() as group:
                 if not await self._started(connections, sessions, stack, group):
+                    # It may have begun to listen in the moment in which the stop came, and would do so for ever.
+                    group.cancel_scope.cancel()
                     return
                 async with anyio.create_task_group() as running:
                     for session in sessions:
