@@ -9,8 +9,9 @@ rows that commit late, are released or become due lie below it. Therefore
 * while claims come back full, there is one from zero at least once a second;
 * the second claim of a backlog is from zero as well, where the first took next to no time: so a burst that has exactly
   filled all slots is over after one more claim, and not after one above the cursor and one from zero;
-* none of these where claims from zero are so slow that they would take more than a twentieth of the time. (What one
-  takes is the caller's to say: a relay leaves out the way there and back.)
+* none of these where claims from zero are so slow that they would take more than a twentieth of the time; but for one
+  in ten seconds, so that a process that stood still, and took the time for the database's, does not leave what has come
+  back for minutes. (What one takes is the caller's to say: a relay leaves out the way there and back.)
 
 Two claims may be under way at once, and be answered in another order.
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ClaimCursor"]
+__all__ = ["ClaimCursor", "pause_after"]
 
 _TRAIL: Final = 2_000_000
 """In units of seq, which are microseconds."""
@@ -35,6 +36,13 @@ _CHEAP_SECONDS: Final = 0.005
 
 _PAUSE: Final = 19.0
 """Times the duration of a claim from zero until there may be another: then they take a twentieth of the time."""
+
+_LONGEST_PAUSE_SECONDS: Final = 10.0
+
+
+def pause_after(seconds: float, times: float) -> float:
+    """Return how many seconds to leave out a look that took `seconds`: so many times that, but ten seconds at most."""
+    return min(seconds * times, _LONGEST_PAUSE_SECONDS)
 
 
 class ClaimCursor:
@@ -80,7 +88,7 @@ class ClaimCursor:
         self._backlog = full
         if position == 0:
             self._zero_at = now
-            self.zero_allowed_at = now + seconds * _PAUSE
+            self.zero_allowed_at = now + pause_after(seconds, _PAUSE)
             # Not the larger of both: a full claim from zero that ends below the cursor has found more rows down there.
             if highest_seq is not None:
                 if highest_seq < self._seq:

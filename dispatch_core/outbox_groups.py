@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final, TypeAlias
 
-from dispatch_core.cursor import ClaimCursor
+from dispatch_core.cursor import ClaimCursor, pause_after
 from dispatch_core.outbox_models import ClaimedEvents, DueWork, Group
 
 __all__ = ["Groups", "LaneOf", "Pick", "Round"]
@@ -104,7 +104,7 @@ class Groups:
         if work.later is not None:
             times.append(now + work.later.total_seconds())
         self._later_at = min(times, default=None)
-        self._search_at = now + max(_SEARCH_SECONDS, seconds * _PAUSE)
+        self._search_at = now + max(_SEARCH_SECONDS, pause_after(seconds, _PAUSE))
         if looked:
             # Not in place of all: a search that ended early has not come to every tenant.
             self.look_behind = {tenant: key for tenant, key in (self.look_behind | work.look).items() if key}

@@ -21,6 +21,7 @@ from uuid import UUID
 import anyio
 
 from dispatch_core.backoff import Backoff
+from dispatch_core.cursor import pause_after
 from dispatch_core.database import Connection, Database
 from dispatch_core.durable_models import ClaimedChunk, ClaimedChunks
 from dispatch_core.errors import DatabaseBusyError, DatabaseError, DatabaseUnavailableError, TenancyError
@@ -286,7 +287,7 @@ class ChunkClaimer:
         if not after:
             now = time.monotonic()
             self._after = {}
-            self._from_beginning_at = now + max(_BEHIND_SECONDS, (now - sent_at) * _PAUSE)
+            self._from_beginning_at = now + max(_BEHIND_SECONDS, pause_after(now - sent_at, _PAUSE))
         for chunk in chunks:
             lease = chunk.lease
             self._after[lease.job_id] = max(lease.seq, self._after.get(lease.job_id, 0))

@@ -68,6 +68,14 @@ def test_claims_from_zero_never_take_more_than_a_twentieth_of_the_time() -> None
     assert cursor.zero_allowed_at == 19.5
 
 
+def test_a_claim_from_zero_that_took_long_is_made_again_in_ten_seconds_all_the_same() -> None:
+    """A process that stood still has measured itself: for minutes it would not find what others have given back."""
+    cursor = ClaimCursor()
+    cursor.answered(0, 100 * SECOND, True, 9.0, 20.0)
+    assert cursor.position(29.9) == 98 * SECOND
+    assert cursor.position(30.0) == 0
+
+
 def test_the_second_claim_of_a_backlog_is_from_zero_too_where_the_first_was_cheap() -> None:
     cursor = ClaimCursor()
     cursor.answered(cursor.position(10.0), 100 * SECOND, True, 0.001, 10.0)
