@@ -27,7 +27,7 @@ from tests.support.gateway import open_client
 from tests.support.load import JOBS_PER_SECOND, Load, answers_by_notify, audit
 from tests.support.proxy import TcpProxy
 from tests.support.relays import Jobs, new_relay, running
-from tests.support.replication import Pair
+from tests.support.replication import Pair, replicated
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -158,14 +158,6 @@ class Handlers:
                 raise
             self.ended.append(job.job_id)
             return Reply(answer)
-
-
-async def replicated(admin: Any) -> None:
-    """Wait until the standby has replayed all that there is."""
-    await eventually(
-        lambda: admin.fetchval("select bool_and(replay_lsn >= pg_current_wal_lsn()) from pg_stat_replication"),
-        message="the standby has everything:",
-    )
 
 
 @asynccontextmanager

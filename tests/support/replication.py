@@ -197,6 +197,14 @@ class Pair:
         return time.monotonic()
 
 
+async def replicated(admin: asyncpg.Connection[Any]) -> None:
+    """Wait until the standby has replayed all that there is."""
+    await eventually(
+        lambda: admin.fetchval("select bool_and(replay_lsn >= pg_current_wal_lsn()) from pg_stat_replication"),
+        message="the standby has everything:",
+    )
+
+
 def _children(parent: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
