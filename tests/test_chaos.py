@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from uuid import UUID
 import pytest
 
 from tests.chaos.audit import CHECKS, audit
-from tests.chaos.evidence import Evidence, Job, Note
-from tests.chaos.rig import Stop
+from tests.chaos.evidence import Evidence, Job, Move, Note
+from tests.chaos.rig import Disturbed, Held, Stop
 from tests.chaos.roster import SERVES, TENANTS
 from tests.chaos.schedule import CALM_SECONDS, KINDS, draw
+from tests.chaos.waits import OURS, Meter, Waits
 
 ONE = UUID(int=1)
 NAME = ("acme", ONE)
@@ -78,6 +81,40 @@ assert isinstance(datetime.fromtimestamp(0, UTC), datetime)
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_what_a_process_waits_for_a_cpu_is_counted_by_owner_with_the_rigs_own() -> None:
+    waits = Waits()
+    waits.note(10.0, {"relay-0": 1.0, OURS: 0.5})
+    waits.note(11.0, {"relay-0": 1.5, OURS: 0.5, "relay-1": 4.0})
+    waits.note(12.0, {"relay-0": 3.0, OURS: 1.5, "relay-1": 4.0})
+    assert waits.between("relay-0", 10.0, 11.0) == 0.5
+    assert waits.between("relay-0", 11.0, 12.0) == 1.0  # of 2.5: at the same time
+    assert waits.between("relay-0", 10.5, 11.5) == 1.5  # what it cannot tell apart it counts
+    assert waits.between("gateway-0", 10.0, 99.0) == 1.0
+    assert Waits().between("relay-0", 0.0, 9.0) == 0.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not count it")
+def test_the_meter_reads_what_the_system_counts_and_forgets_nobody_who_has_ended() -> None:
+    meter = Meter()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    meter.read({"relay-0": child.pid}, os.getpid())
+    before = dict(meter.totals)
+    assert before.keys() == {"relay-0", OURS}
+    child.communicate(b"\n")
+    meter.read({}, None)
+    assert meter.totals["relay-0"] == before["relay-0"]
+
+
+def test_something_is_wrong_for_as_long_as_it_lasts_and_a_while_after() -> None:
+    one = Disturbed()
+    assert one.disturbed_until == 0.0
+    with one.disturbed(after=5):
+        assert one.disturbed_until == float("inf")
+    ((began, ended),) = one.times
+    assert one.disturbed_until == ended
+    assert ended - began >= 5
+
+
 # --- the audit ----------------------------------------------------------------------------------------------------
 
 
@@ -94,11 +131,12 @@ def whole() -> Evidence:
     )  # fmt: skip
     found.ends.append(("INSERT", *NAME, "succeeded"))
     claim: dict[str, Any] = {"relay": "erp", "fence": 1, "attempt": 1, "instance": "erp:vm:77:x", "sent_for": "acme"}
-    told: dict[str, Any] = {"status": "succeeded", "code": None, "attempt": 1, "body": body.decode()}
+    told: dict[str, Any] = {"status": "succeeded", "code": None, "attempt": 1, "body": body.decode(), "since": 1.0}
     for one in (
         note("accepted", relay="erp", max_attempts=1, key="k", ttl=30), note("began", **claim), note("ended", **claim),
         note("told", **told), note("order", job_id=None, order="o1", said="committed"),
         note("order", job_id=None, order="o2", said="rolled back"),
+        note("stale", fence=1, instance="erp:vm:77:x", verb="heartbeat"),
         Note(1.0, "gateway-0", 5, "submitted", "acme", UUID(int=9), {"rows": 10}),
     ):  # fmt: skip
         found.notes[one.event].append(one)
@@ -111,7 +149,26 @@ def whole() -> Evidence:
         "status": "completed_with_errors", "rows_done": 9, "rows_failed": 1, "stored": 9, "different": 9, "bad_rows": 1,
     }  # fmt: skip
     found.stops.append(Stop("relay-0", 77, 50.0, 200.0, 1.0, 0))
+    found.wall = 150.0
+    found.moves += [
+        move(99.0, "ready", seq=1), move(100.0, "claimed", 0, 1, claimed_by="erp:vm:77:x"), move(101.0, None, 1, seq=1),
+    ]  # fmt: skip
     return found
+
+
+def move(
+    at: float, state: str | None, was_fence: int | None = None, fence: int | None = 0, *, job_id: UUID = ONE,
+    seq: int = 1, claimed_by: str | None = None, claim_id: UUID | None = None,
+) -> Move:  # fmt: skip
+    """Return a change that was committed as soon as it was made."""
+    claimed_at = at if claim_id else None
+    return Move(
+        "acme", job_id, "erp", seq, was_fence, state, fence, claimed_by, claim_id, claimed_at, 500.0, at, at, at
+    )
+
+
+def die_of_sigterm(e: Evidence) -> None:
+    e.stops[0].code = -15
 
 
 def lose(e: Evidence) -> None:
@@ -155,8 +212,47 @@ def lie(e: Evidence) -> None:
     e.notes["told"][0].said["status"] = "expired"
 
 
+def step_over(e: Evidence) -> None:
+    """A job is ready from 100 to 106; at 103 and at 104.5 claims take later ones."""
+    waits = UUID(int=20)
+    e.moves += [move(100.0, "ready", job_id=waits, seq=5), move(106.0, "claimed", 0, 1, job_id=waits, seq=5)]
+    for n, at in enumerate((103.0, 104.5), 30):
+        e.moves.append(move(at, "claimed", 0, 1, job_id=UUID(int=n), seq=n, claim_id=UUID(int=n + 100)))
+
+
+def refuse_a_valid_claim(e: Evidence) -> None:
+    e.moves[-1].at = 152.0
+    e.notes["stale"][0].at = 1.5
+
+
+def tell_late(e: Evidence) -> None:
+    e.notes["told"][0].at = 7.0
+
+
+def tell_after_the_deadline(e: Evidence) -> None:
+    e.notes["told"][0].at = 62.0
+
+
+def never_tell(e: Evidence) -> None:
+    e.notes["never told"].append(note("never told", 91.0))
+
+
 def hold(e: Evidence) -> None:
-    e.transactions.append("relay-0: 9.0 s idle")
+    e.held.append(Held("relay-0", 60.0, 9.0, "select 1"))
+
+
+def claim_what_was_rolled_back(e: Evidence) -> None:
+    for event in ("rolled back", "began"):
+        e.notes[event].append(replace(e.notes["began"][0], job_id=UUID(int=5)))
+
+
+def interrupt_at_once(e: Evidence) -> None:
+    e.notes["interrupted"].append(replace(e.notes["began"][0], at=50.5, job_id=UUID(int=5)))
+
+
+def give_up_at_once(e: Evidence) -> None:
+    e.notes["began"].append(replace(e.notes["began"][0], job_id=UUID(int=5), at=49.0))
+    e.moves.append(move(200.2, "ready", 1, 2, job_id=UUID(int=5)))
 
 
 def keep_what_was_rolled_back(e: Evidence) -> None:
@@ -203,7 +299,11 @@ def crash(e: Evidence) -> None:
 PLANTED: dict[Any, str] = {
     lose: "I1 nothing", leave: "I1 every", write_twice: "I1 no end", start_twice: "I2", start_one_claim_twice: "I2",
     count_what_nobody_did: "I3", count_anothers_answer: "I3", give_to_a_stranger: "I4", mix_tenants_up: "I4",
-    lie: "I6", hold: "I7", keep_what_was_rolled_back: "I8", dawdle: "I9", claim_after_sigterm: "I9",
+    step_over: "I5", refuse_a_valid_claim: "I3 no valid", tell_late: "I6 callers are told soon",
+    tell_after_the_deadline: "I6 callers are told what", never_tell: "I6 callers are told what",
+    die_of_sigterm: "I9", claim_what_was_rolled_back: "I8", interrupt_at_once: "I9", give_up_at_once: "I9",
+    lie: "I6 callers are told what", hold: "I7", keep_what_was_rolled_back: "I8", dawdle: "I9",
+    claim_after_sigterm: "I9",
     stop_with_work: "I9", use_a_key_twice: "one key", ignore_a_withdrawal: "who withdraws",
     lose_an_event: "every event", deliver_twice: "every event", load_twice: "imports", crash: "nothing that",
 }  # fmt: skip
@@ -222,3 +322,81 @@ def test_the_audit_finds_what_is_planted(plant: Any) -> None:
 
 def test_every_check_has_something_planted_for_it() -> None:
     assert all(any(title.startswith(start) for start in PLANTED.values()) for title in CHECKS)
+
+
+def above_its_cursor(e: Evidence) -> None:
+    for one in (UUID(int=130), UUID(int=131)):
+        e.notes["cursor"].append(Note(1.0, "relay-0", 77, "cursor", "", one, {"after": {"acme": 5}}))
+
+
+def not_committed_yet(e: Evidence) -> None:
+    e.moves[3].committed = 102.0
+
+
+def locked_by_its_next_transaction(e: Evidence) -> None:
+    e.moves[4].began = 103.0
+
+
+def locked_by_the_rig(e: Evidence) -> None:
+    e.locked.append((103.5, 104.6))
+
+
+def past_its_deadline(e: Evidence) -> None:
+    e.moves[3].expires_at = 104.0
+
+
+def later_than_all_that_were_taken(e: Evidence) -> None:
+    for one in e.moves[3:5]:
+        one.seq = 50
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        above_its_cursor, not_committed_yet, locked_by_its_next_transaction, locked_by_the_rig, past_its_deadline,
+        later_than_all_that_were_taken,
+    ],
+    ids=lambda reason: reason.__name__,
+)  # fmt: skip
+def test_a_claim_may_step_over_a_job_for_a_reason(reason: Callable[[Evidence], None]) -> None:
+    evidence = whole()
+    step_over(evidence)
+    reason(evidence)
+    assert not [one for one in audit(evidence) if one.check.startswith("I5")]
+
+
+def without_a_cpu(e: Evidence) -> None:
+    e.waits.note(0.0, {})
+    for at in range(100):
+        e.waits.note(float(at), {"relay-0": at * 0.9})
+
+
+def while_the_server_was_away(e: Evidence) -> None:
+    e.disturbed[OURS] = [(0.0, 3.0)]
+
+
+def while_its_gateway_was_stopped(e: Evidence) -> None:
+    e.disturbed["relay-0"] = [(3.0, 4.0), (5.0, 6.0)]
+
+
+def while_its_gateway_was_refused_everything(e: Evidence) -> None:
+    e.notes["refused"].append(note("refused", 4.0))
+
+
+@pytest.mark.parametrize(
+    ("plant", "excuse"),
+    [
+        (tell_late, without_a_cpu), (never_tell, without_a_cpu), (dawdle, without_a_cpu), (hold, without_a_cpu),
+        (interrupt_at_once, without_a_cpu), (tell_late, while_the_server_was_away),
+        (tell_late, while_its_gateway_was_stopped), (tell_late, while_its_gateway_was_refused_everything),
+    ],
+    ids=lambda one: one.__name__,
+)  # fmt: skip
+def test_a_process_is_held_only_to_the_time_in_which_it_could_run_and_nothing_was_wrong(
+    plant: Callable[[Evidence], None], excuse: Callable[[Evidence], None]
+) -> None:
+    evidence = whole()
+    plant(evidence)
+    assert audit(evidence)
+    excuse(evidence)
+    assert audit(evidence) == []

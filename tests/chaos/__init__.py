@@ -5,7 +5,8 @@ roster.py     who there is: processes, tenants, relays, and their settings
 relay.py, gateway.py     programs of the processes (clock.py: their wall clock, which is moved)
 journal.py    what they have seen and done, told past the SDK to a server that no fault is done to
 rig.py        servers, ways to them, processes     faults.py   how each fault is done
-evidence.py   all that was told and all that is stored          audit.py    what of it cannot be
+waits.py      how long processes had no CPU, which no bound is to count
+evidence.py   all that was told and all that is stored          audit.py, order.py    what of it cannot be
 __main__.py   the command
 
 Beside it, in one process: churn.py, in which all comes and goes (`make churn MINUTES=30`), and footprint.py, which

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import shutil
 import signal
@@ -19,6 +20,7 @@ import asyncpg
 from tests.chaos.audit import CHECKS, Finding, audit
 from tests.chaos.evidence import Evidence, gather
 from tests.chaos.faults import Faults
+from tests.chaos.order import waiting
 from tests.chaos.rig import Rig, rig
 from tests.chaos.roster import GATEWAYS, RELAYS
 from tests.chaos.schedule import draw
@@ -26,7 +28,9 @@ from tests.chaos.schedule import draw
 SETTLE_SECONDS = 120.0
 """For the longest deadline to pass, and for what waits for a sweep."""
 START_SECONDS = 120.0
-"""For every process to be at work, before the first fault."""
+"""For every process to be at work, before the first fault: seconds in which it could have run."""
+ENOUGH_SECONDS = 600.0
+"""Of waiting, whatever the machine is busy with."""
 SHOWN = 20
 """Of findings of one kind."""
 
@@ -71,6 +75,7 @@ async def run(seed: int, seconds: float, rate: float, files: Path) -> Evidence:
             group.start_soon(show.run)
             group.start_soon(made.watch)
             group.start_soon(made.watch_transactions)
+            group.start_soon(made.watch_cpu)
             await _all_at_work(made)
             began = time.monotonic()
             await faults.run()
@@ -94,10 +99,10 @@ async def run(seed: int, seconds: float, rate: float, files: Path) -> Evidence:
 
 async def _all_at_work(made: Rig) -> None:
     """Wait for it: on a busy machine a run would be over before a process has begun, and nothing wrong found in it."""
-    until = time.monotonic() + START_SECONDS
+    began = time.monotonic()
     conn = await asyncpg.connect(made.journal_dsn)
     try:
-        while time.monotonic() < until:
+        while _least(made, began) < START_SECONDS:
             rows = await conn.fetch("select distinct process from journal where event in ('accepted', 'began')")
             if {row[0] for row in rows} >= {*GATEWAYS, *RELAYS}:
                 return
@@ -105,6 +110,13 @@ async def _all_at_work(made: Rig) -> None:
     finally:
         conn.terminate()
     raise SystemExit(f"within {START_SECONDS:.0f} s not every process was at work: see the logs in {made.files}")
+
+
+def _least(made: Rig, since: float) -> float:
+    """Return the seconds since a moment in which each process could have run; after `ENOUGH_SECONDS` for ever."""
+    if time.monotonic() - since > ENOUGH_SECONDS:
+        return math.inf
+    return min(made.could_run(name, since) for name in made.members)
 
 
 async def _stop(made: Rig, names: tuple[str, ...]) -> None:
@@ -115,10 +127,10 @@ async def _stop(made: Rig, names: tuple[str, ...]) -> None:
 
 async def _settle(made: Rig) -> None:
     """Wait until every job has ended, every event is delivered, and every import is done."""
-    until = time.monotonic() + SETTLE_SECONDS
+    began = time.monotonic()
     conn: asyncpg.Connection[Any] = await made.admin()
     try:
-        while time.monotonic() < until:
+        while _least(made, began) < SETTLE_SECONDS:
             left = await conn.fetchval(
                 "select (select count(*) from relay.s2r_relay_dispatch_queue) + (select count(*) from relay.outbox)"
                 " + (select count(*) from relay.durable_job where status in ('queued', 'running'))"
@@ -138,6 +150,9 @@ def report(evidence: Evidence, findings: list[Finding], seed: int, seconds: floa
     n = {event: len(notes) for event, notes in evidence.notes.items()}
     codes = Counter(note.said.get("code") for note in evidence.notes["refused"])
     rows = sum(one["stored"] for one in evidence.imports.values())
+    waited = sum(map(len, waiting(evidence).values()))
+    claims = len({move.claim_id for move in evidence.moves if move.state == "claimed"})
+    processes = ", ".join(f"{name} {evidence.waits.between(name, 0.0, math.inf):.0f}" for name in (*GATEWAYS, *RELAYS))
     accepted, refused, rolled_back = (n.get(event, 0) for event in ("accepted", "refused", "rolled back"))
     lines = [
         "",
@@ -145,10 +160,13 @@ def report(evidence: Evidence, findings: list[Finding], seed: int, seconds: floa
         f"refused     {refused:,}: {', '.join(f'{times:,} {code}' for code, times in codes.most_common())}",
         *(f"            {times:8,} {status} {code or ''}" for (status, code), times in ends.most_common()),
         f"handlers    {n.get('began', 0):,} starts, {n.get('ended', 0):,} ends",
+        f"            {n.get('interrupted', 0):,} interrupted; {n.get('stale', 0):,} claims called stale",
+        f"claims      {claims:,}, {n.get('cursor', 0):,} with a cursor; {waited:,} times a job was ready for long",
         f"results     {n.get('told', 0):,} told to who waited",
         f"orders      {len(evidence.orders):,} committed with an event each",
         f"imports     {n.get('submitted', 0):,}, of {rows:,} rows",
         f"the rig     {time.process_time():.0f} s of CPU",
+        f"            seconds that processes waited for a CPU, the rig's among each: {processes}",
         f"stops       {len(evidence.stops)}; the slowest of {len(stops)} undisturbed ones took {slowest:.1f} s",
         "",
     ]

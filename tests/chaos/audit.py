@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from tests.chaos.evidence import Evidence, Name
-from tests.chaos.roster import GRACE_SECONDS, SERVES
+from tests.chaos.evidence import Evidence, Move, Name, Note
+from tests.chaos.order import stepped_over
+from tests.chaos.rig import IDLE_SECONDS, Stop
+from tests.chaos.roster import GRACE_SECONDS, LEASE_SECONDS, SERVES
+from tests.chaos.waits import OURS
 
 __all__ = ["CHECKS", "Finding", "audit"]
 
 PATIENCE_SECONDS: Final = 30.0
 """After a deadline, until whoever waits must have been told: longer than any outage of a schedule."""
+
+TELL_SECONDS: Final = 5.0
+"""From a result until who waits for it is told, while nothing is wrong: a poll each second, and what that takes."""
+REFUSAL_SECONDS: Final = 5.0
+"""Before a call of a gateway is refused, and so in which that gateway may have no connection for its polls either."""
 
 RETRYABLE: Final = {
     None, "S2R-DATABASE-UNAVAILABLE", "S2R-CONNECTION-LOST", "S2R-DATABASE-BUSY", "S2R-CLIENT-CLOSED",
@@ -96,6 +105,58 @@ def _what_counts_was_done_by_the_claim_it_names(e: Evidence) -> Wrong:
                 yield "completed past its deadline", name
 
 
+def _no_valid_claim_is_refused(e: Evidence) -> Wrong:
+    """What the database called stale had been taken away by then: to have waited for a lock is no reason."""
+    moves = e.moves_by_job()
+    for note in e.notes["stale"]:
+        assert note.job_id is not None
+        name = (note.tenant, note.job_id)
+        fence, instance = note.said["fence"], note.said["instance"]
+        of_job = moves.get(name, [])
+        claimed = any((move.fence, move.claimed_by) == (fence, instance) for move in of_job)
+        if claimed and not _ended_by(of_job, fence, note.at + e.wall):
+            yield f"{note.said['verb']} of the current claim was refused: {note}", name
+
+
+def _callers_are_told_soon(e: Evidence) -> Wrong:
+    refusals: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for event in ("refused", "withdrawal unknown"):
+        for note in e.notes[event]:
+            refusals.setdefault((note.process, note.pid), []).append((note.at - REFUSAL_SECONDS, note.at + 1.0))
+    for note in e.notes["told"]:
+        assert note.job_id is not None
+        job = e.jobs.get((note.tenant, note.job_id))
+        if job is None or job.completed_at is None:
+            continue
+        began = max(note.said["since"], job.completed_at - e.wall)
+        if note.at - began <= TELL_SECONDS:
+            continue
+        wrong = [
+            *e.disturbed.get(OURS, ()), *e.disturbed.get(note.process, ()), *refusals.get((note.process, note.pid), ()),
+        ]  # fmt: skip
+        for since, until in _calm(began, note.at, wrong):
+            seconds = until - since - e.waits.between(note.process, since, until)
+            if seconds > TELL_SECONDS:
+                yield f"told {note.at - began:.1f} s after its end, {seconds:.1f} s of calm among them: {note}", (
+                    note.tenant, note.job_id,
+                )  # fmt: skip
+                break
+
+
+def _calm(since: float, until: float, wrong: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Return what is left between two moments where nothing was wrong."""
+    for began, ended in sorted(wrong):
+        if ended <= since:
+            continue
+        if began >= until:
+            break
+        if began > since:
+            yield since, began
+        since = max(since, ended)
+    if since < until:
+        yield since, until
+
+
 def _callers_are_told_what_is_stored(e: Evidence) -> Wrong:
     for note in e.notes["told"]:
         assert note.job_id is not None
@@ -110,12 +171,18 @@ def _callers_are_told_what_is_stored(e: Evidence) -> Wrong:
             yield f"told {note.said}", name
     accepted = e.by_job("accepted")
     for name, notes in e.by_job("told").items():
-        late = notes[0].at - accepted[name][0].at - accepted[name][0].said["ttl"] if name in accepted else 0.0
-        if late > PATIENCE_SECONDS:
-            yield f"told {late:.0f} s after the deadline", name
-    for event in ("unknown", "never told"):
-        for name in e.by_job(event):
-            yield f"who waits for it was told: {event}", name
+        if name in accepted and _is_late(e, accepted[name][0], notes[0]):
+            yield f"told {notes[0].at - accepted[name][0].at:.0f} s after it was accepted", name
+    for name, notes in e.by_job("never told").items():
+        if name not in accepted or _is_late(e, accepted[name][0], notes[0]):
+            yield "who waits for it was never told", name
+    for name in e.by_job("unknown"):
+        yield "who waits for it was told that it is unknown", name
+
+
+def _is_late(e: Evidence, accepted: Note, told: Note) -> bool:
+    deadline = accepted.at + accepted.said["ttl"]
+    return told.at - deadline - e.waits.between(told.process, deadline, told.at) > PATIENCE_SECONDS
 
 
 def _nobody_has_a_foreign_job(e: Evidence) -> Wrong:
@@ -134,6 +201,10 @@ def _what_is_rolled_back_never_was(e: Evidence) -> Wrong:
     for name in e.by_job("rolled back"):
         if name in e.jobs:
             yield "rolled back, and stored", name
+    rolled_back = e.by_job("rolled back").keys()
+    for event in ("began", "ended", "told"):
+        for name in e.by_job(event).keys() & rolled_back:
+            yield f"rolled back, and yet: {event}", name
     for note in e.notes["order"]:
         key = (note.tenant, note.said["order"])
         if note.said["said"] == "rolled back" and key in e.orders:
@@ -191,12 +262,18 @@ def _imports_are_whole(e: Evidence) -> Wrong:
 
 
 def _stops_are_in_order(e: Evidence) -> Wrong:
+    works: dict[int, float] = {}
+    for event in ("works", "began"):
+        for note in e.notes[event]:
+            works.setdefault(note.pid, note.at)
     for stop in e.stops:
+        if stop.code == -signal.SIGTERM and works.get(stop.pid, stop.at) >= stop.at:
+            continue  # it had not come so far as to look out for signals
         if stop.code is None or stop.seconds is None:
             yield f"{stop.process} ({stop.pid}) did not end", None
         elif stop.code != 0 and not stop.disturbed:
             yield f"{stop.process} ({stop.pid}) ended with {stop.code}", None
-        elif not stop.disturbed and stop.seconds > GRACE_SECONDS + 3:
+        elif not stop.disturbed and stop.seconds - _waited(e, stop) > GRACE_SECONDS + 3:
             yield f"{stop.process} ({stop.pid}) took {stop.seconds:.1f} s to end", None
         for held in stop.left:
             yield f"{stop.process} ({stop.pid}) is gone, and has still {held}", None
@@ -204,14 +281,61 @@ def _stops_are_in_order(e: Evidence) -> Wrong:
             continue
         claimed_by = f":{stop.pid}:"
         for name, job in e.jobs.items():
-            late = job.claimed_at is not None and stop.wall + 1.0 < job.claimed_at < stop.wall + 60
-            if late and job.claimed_by is not None and claimed_by in job.claimed_by:
+            if job.claimed_at is None or job.claimed_by is None or claimed_by not in job.claimed_by:
+                continue
+            after = job.claimed_at - stop.wall
+            if 1.0 < after < 60 and after - e.waits.between(stop.process, stop.at, stop.at + after) > 1.0:
                 yield f"claimed by {stop.process} after SIGTERM", name
+        yield from _handlers_have_no_grace(e, stop)
+
+
+def _waited(e: Evidence, stop: Stop) -> float:
+    return e.waits.between(stop.process, stop.at, stop.at + (stop.seconds or 0.0))
+
+
+def _handlers_have_no_grace(e: Evidence, stop: Stop) -> Wrong:
+    """Find handlers that were interrupted, and claims that were given up, before the grace was over."""
+    moves = e.moves_by_job()
+    if e.waits.between(stop.process, stop.at - LEASE_SECONDS, stop.at + GRACE_SECONDS) > 1:
+        return  # a lease may be lost for want of a CPU, which interrupts a handler at once
+    for note in e.notes["interrupted"]:
+        assert note.job_id is not None
+        name = (note.tenant, note.job_id)
+        after = note.at - stop.at
+        if note.pid == stop.pid and 0 <= after < GRACE_SECONDS - 0.1:
+            # So is one whose job was withdrawn or is late.
+            job = e.jobs.get(name)
+            late = job is not None and job.expires_at < note.at + e.wall + 0.5
+            if not late and not _ended_by(moves.get(name, []), note.said["fence"], note.at + e.wall):
+                yield f"{stop.process} ({stop.pid}) interrupted a handler {after:.1f} s after SIGTERM", name
+    over = {
+        (note.tenant, note.job_id, note.said["fence"])
+        for event in ("ended", "put back", "snoozed")
+        for note in e.notes[event]
+        if note.pid == stop.pid
+    }
+    for note in e.notes["began"]:
+        if note.pid != stop.pid or note.at > stop.at or (note.tenant, note.job_id, note.said["fence"]) in over:
+            continue
+        assert note.job_id is not None
+        name = (note.tenant, note.job_id)
+        job = e.jobs.get(name)
+        for move in moves.get(name, []):
+            given_up = move.state is not None or (job is not None and job.code == "S2R-RELAY-STOPPED")
+            after = move.at - stop.wall
+            if given_up and move.was_fence == note.said["fence"] and 0 <= after < GRACE_SECONDS - 0.1:
+                yield f"{stop.process} ({stop.pid}) gave up what it ran {after:.1f} s after SIGTERM", name
+
+
+def _ended_by(moves: list[Move], fence: int, moment: float) -> bool:
+    return any(move.was_fence == fence and move.at <= moment for move in moves)
 
 
 def _no_transaction_is_held(e: Evidence) -> Wrong:
-    for line in e.transactions:
-        yield line, None
+    for one in e.held:
+        seconds = one.seconds - e.waits.between(one.process, one.at - one.seconds, one.at)
+        if seconds > IDLE_SECONDS:
+            yield f"{one.process}: {one.seconds:.1f} s idle in a transaction after {one.query}", None
 
 
 def _nothing_happened_that_nobody_foresees(e: Evidence) -> Wrong:
@@ -230,9 +354,12 @@ CHECKS: Final[dict[str, Callable[[Evidence], Wrong]]] = {
     "I1 no end is written twice": _nothing_ends_twice,
     "I2 no handler starts more often than its sender allowed": _no_handler_starts_too_often,
     "I3 what counts was done by the claim that it names": _what_counts_was_done_by_the_claim_it_names,
+    "I3 no valid claim is refused": _no_valid_claim_is_refused,
     "I4 nobody has a foreign job": _nobody_has_a_foreign_job,
+    "I5 no claim steps over what is ready": stepped_over,
     "I6 callers are told what is stored": _callers_are_told_what_is_stored,
-    "I7 relays hold no transaction while they do something else": _no_transaction_is_held,
+    "I6 callers are told soon": _callers_are_told_soon,
+    "I7 nobody holds a transaction while he does something else": _no_transaction_is_held,
     "I8 what is rolled back never was": _what_is_rolled_back_never_was,
     "I9 a process that is told to stop does so in order": _stops_are_in_order,
     "one key, one job": _one_job_per_key,

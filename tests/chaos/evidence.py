@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -11,9 +12,10 @@ from uuid import UUID
 
 import asyncpg
 
-from tests.chaos.rig import Rig, Stop
+from tests.chaos.rig import Held, Rig, Stop
+from tests.chaos.waits import Waits
 
-__all__ = ["Evidence", "Job", "Note", "Started", "gather"]
+__all__ = ["Evidence", "Job", "Move", "Name", "Note", "Started", "gather"]
 
 Name: TypeAlias = tuple[str, UUID]
 """Tenant, job."""
@@ -35,7 +37,12 @@ _IMPORTS: Final = """
              as bad_rows
     from relay.durable_job j
 """
-
+_MOVES: Final = """
+    select m.tenant, m.job_id, m.relay, m.seq, m.was_fence, m.state, m.fence, m.claimed_by, m.claim_id, m.claimed_at,
+           m.expires_at, m.began, m.at,
+           case when current_setting('track_commit_timestamp')::bool then pg_xact_commit_timestamp(m.xmin) end
+    from chaos.moves m
+"""
 
 _UNFORESEEN: Final = re.compile("never (retrieved|awaited)|asyncio (ERROR|CRITICAL)|RuntimeWarning|ResourceWarning")
 # (A handler of a chunk whose transaction met a fault is logged with its traceback, and is to be.)
@@ -83,6 +90,28 @@ class Note:
         return f"{self.at:.3f} {self.process} ({self.pid}) {self.event} {self.tenant} {self.job_id} {said}"
 
 
+@dataclass(slots=True)
+class Move:
+    """One change of a queue row; `state` None where it has gone. Times are of the server's wall clock."""
+
+    tenant: str
+    job_id: UUID
+    relay: str
+    seq: int
+    was_fence: int | None
+    state: str | None
+    fence: int | None
+    claimed_by: str | None
+    claim_id: UUID | None
+    claimed_at: float | None
+    expires_at: float
+    began: float
+    """Its transaction."""
+    at: float
+    committed: float | None
+    """None where the server does not keep it."""
+
+
 Started: TypeAlias = dict[Name, list[Note]]
 
 
@@ -102,7 +131,15 @@ class Evidence:
     ended: list[str] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
     """Lines of the processes' logs that tell of what nobody has foreseen."""
-    transactions: list[str] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    locked: list[tuple[float, float]] = field(default_factory=list)
+    """When the rig itself had rows of the queue locked, by the wall clock."""
+    disturbed: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """When something was wrong with a process or the way to it, by its name; OURS: with the server."""
+    waits: Waits = field(default_factory=Waits)
+    wall: float = 0.0
+    """Less the monotonic clock."""
 
     def by_job(self, *events: str) -> Started:
         """Return the notes of some events by job."""
@@ -113,16 +150,33 @@ class Evidence:
                     found[note.tenant, note.job_id].append(note)
         return found
 
+    def moves_by_job(self) -> dict[Name, list[Move]]:
+        """Return what became of each queue row, in order: who changes one has it locked."""
+        found: dict[Name, list[Move]] = defaultdict(list)
+        for move in self.moves:
+            found[move.tenant, move.job_id].append(move)
+        for moves in found.values():
+            moves.sort(key=lambda move: move.at)
+        return found
+
     def history(self, name: Name) -> list[str]:
         """Return all that is known of a job, for people."""
         lines = [str(self.jobs.get(name, "not stored"))]
         notes = [note for some in self.notes.values() for note in some if (note.tenant, note.job_id) == name]
-        return [f"{name[0]} {name[1]}", *lines, *map(str, sorted(notes, key=lambda note: note.at))]
+        moves = [
+            f"{move.at - self.wall:.3f} {move.state or 'gone'} fence {move.fence} by {move.claimed_by} {move.claim_id}"
+            for move in self.moves
+            if (move.tenant, move.job_id) == name
+        ]
+        return [f"{name[0]} {name[1]}", *lines, *map(str, sorted(notes, key=lambda note: note.at)), *moves]
 
 
 async def gather(rig: Rig) -> Evidence:
     """Read everything, past row security."""
-    found = Evidence(stops=rig.stops, ended=rig.ended, transactions=rig.transactions)
+    found = Evidence(
+        stops=rig.stops, ended=rig.ended, held=rig.held, locked=rig.locked, waits=rig.waits,
+        disturbed=rig.all_disturbed(), wall=time.time() - time.monotonic(),
+    )  # fmt: skip
     for member in rig.members.values():
         # The driver forgets a future where it is told to give a connection up that is just being opened.
         lines = _DRIVERS.sub("", member.log.read_text(errors="replace")).splitlines()
@@ -140,6 +194,10 @@ async def gather(rig: Rig) -> Evidence:
     found.orders = {(row[0], str(row[1])) for row in await conn.fetch("select tenant, id from chaos.orders")}
     found.events_left = await conn.fetchval("select count(*) from relay.outbox")
     found.imports = {(row["tenant_id"], row["job_id"]): dict(row) for row in await conn.fetch(_IMPORTS)}
+    async with conn.transaction():
+        async for row in conn.cursor(_MOVES, prefetch=5000):
+            times = [None if row[n] is None else row[n].timestamp() for n in (9, 10, 11, 12, 13)]
+            found.moves.append(Move(*row[:9], *times))
     await conn.close()
     conn = await asyncpg.connect(rig.journal_dsn)
     async with conn.transaction():

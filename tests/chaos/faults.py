@@ -22,6 +22,13 @@ END_SESSIONS = """
       where datname = $1 and backend_type = 'client backend' and pid <> pg_backend_pid() order by pid limit $2) s
 """
 
+# As a heartbeat does: whoever waits for such a row then finds another version of it.
+LOCK = """
+    update relay.s2r_relay_dispatch_queue q set lease_expires_at = q.lease_expires_at
+    from (select ctid as place from relay.s2r_relay_dispatch_queue order by seq limit 20 for update skip locked) l
+    where q.ctid = l.place
+"""
+
 
 class Faults:
     """Does the faults of a schedule when their time has come, many at once where it says so."""
@@ -44,23 +51,17 @@ class Faults:
     async def _do(self, fault: Fault) -> None:
         if fault.target == "server":
             async with self._rig.server_busy:
-                self._disturb(self._rig, fault.seconds + 4)
-                with anyio.CancelScope(shield=True):
+                with self._rig.disturbed(after=4), anyio.CancelScope(shield=True):
                     await self._server(fault)
-                self._disturb(self._rig, 4)
         else:
             member = self._rig.members[fault.target]
             if fault.kind.startswith("SIG") or fault.kind == "clock":
                 async with member.busy:
                     await self._process(fault, member)
             else:
-                self._disturb(member, fault.seconds + 6)
-                await self._network(fault, member)
+                with member.disturbed(after=6):
+                    await self._network(fault, member)
         self.done[fault.kind] += 1
-
-    @staticmethod
-    def _disturb(whom: Rig | Member, seconds: float) -> None:
-        whom.disturbed_until = max(whom.disturbed_until, time.monotonic() + seconds)
 
     async def _process(self, fault: Fault, member: Member) -> None:
         match fault.kind:
@@ -74,16 +75,17 @@ class Faults:
                 await anyio.sleep(fault.seconds)
                 await member.start()
             case "SIGKILL":
-                member.signal(signal.SIGKILL)
-                assert member.process is not None
-                await member.process.wait()
-                await anyio.sleep(fault.seconds)
-                await member.start()
+                with member.disturbed(after=3):
+                    member.signal(signal.SIGKILL)
+                    assert member.process is not None
+                    await member.process.wait()
+                    await anyio.sleep(fault.seconds)
+                    await member.start()
             case "SIGSTOP":
-                self._disturb(member, fault.seconds + 5)
-                member.signal(signal.SIGSTOP)
-                await anyio.sleep(fault.seconds)
-                member.signal(signal.SIGCONT)
+                with member.disturbed(after=5):
+                    member.signal(signal.SIGSTOP)
+                    await anyio.sleep(fault.seconds)
+                    member.signal(signal.SIGCONT)
             case "clock":
                 member.clock.write_text(fault.what)
                 member.signal(signal.SIGUSR1)
@@ -121,7 +123,6 @@ class Faults:
                 cut = proxy.cut_answer(fault.what)
                 with anyio.move_on_after(10):
                     await cut.wait()
-                self._disturb(member, 6)
                 return
         await anyio.sleep(fault.seconds)
         proxy.mode = "pass"
@@ -145,11 +146,14 @@ class Faults:
                     await conn.fetchval("select count(*) from relay.s2r_relay_dispatch_queue")
                     await anyio.sleep(fault.seconds)
                 case "rows locked":
-                    await conn.execute("begin")
-                    await conn.execute(
-                        "select from relay.s2r_relay_dispatch_queue order by seq limit 20 for update skip locked"
-                    )
-                    await anyio.sleep(fault.seconds)
+                    began = time.time()
+                    try:
+                        await conn.execute("begin")
+                        await conn.execute(LOCK)
+                        await anyio.sleep(fault.seconds)
+                        await conn.execute("commit")
+                    finally:
+                        self._rig.locked.append((began, time.time()))
                 case "slow disk":
                     for delay in ("20000", "0"):
                         # A commit's flush takes so many microseconds longer.

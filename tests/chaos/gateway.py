@@ -27,6 +27,7 @@ from uuid import UUID
 import anyio
 import anyio.abc
 import asyncpg
+from anyio.abc import TaskStatus
 
 from dispatch_core import Outbox
 from dispatch_core.database import mapped_errors
@@ -41,6 +42,7 @@ from dispatch_core.errors import (
 from dispatch_core.ids import new_id
 from gateway_sdk import ChunkSpec, DispatchRequest, GatewayClient, TenantClient
 from tests.chaos.journal import Journal, open_journal
+from tests.chaos.rig import USERS
 from tests.chaos.roster import NOT_REACHED, TENANTS
 
 logger = logging.getLogger("chaos")
@@ -49,6 +51,11 @@ CHUNKS: Final = 8
 ROWS: Final = 50
 """Of a chunk of an import."""
 IMPORT_EVERY_SECONDS: Final = 8.0
+BURST_EVERY_SECONDS: Final = 12.0
+BURST_SECONDS: Final = 4.0
+"""Of this gateway's rate, at once: so that relays have a backlog to work off."""
+LONG_SECONDS: Final = 7.0
+"""Of few handlers: more than two leases, and longer than a transaction may be found open."""
 
 
 class Users:
@@ -67,6 +74,8 @@ class Users:
         chance = self.chance
         end = chance.choice(("reply",) * 16 + ("retry", "retry", "reject"))
         seconds = chance.choice((0.0,) * 8 + (0.01, 0.01, 0.05, 0.3, 0.3, 1.5))
+        if chance.random() < 0.01:
+            seconds = LONG_SECONDS
         return {
             "relay_id": chance.choice(("erp", "crm")),
             "operation": chance.choice(("Work",) * 24 + ("Nap",)),
@@ -97,14 +106,17 @@ class Users:
                 group.start_soon(self.accepted, acme, job, acme.enqueue(**job))
 
     async def many(self, acme: TenantClient) -> None:
-        jobs = [self.job(acme.tenant_id) for _ in range(5)]
+        await self.several(acme, [self.job(acme.tenant_id) for _ in range(5)])
+
+    async def several(self, acme: TenantClient, jobs: list[dict[str, Any]]) -> None:
         try:
             job_ids = await acme.enqueue_many([DispatchRequest(**job) for job in jobs])
         except (DatabaseError, ClientClosedError) as error:
             await self.journal.note("refused", acme.tenant_id, code=error.code)
             return
-        for job_id, job in zip(job_ids, jobs, strict=True):
-            await self.note_accepted(acme, job_id, job)
+        async with anyio.create_task_group() as group:
+            for job_id, job in zip(job_ids, jobs, strict=True):
+                group.start_soon(self.note_accepted, acme, job_id, job)
 
     async def withdrawn(self, acme: TenantClient) -> None:
         job = self.job(acme.tenant_id)
@@ -137,7 +149,8 @@ class Users:
 
     async def told(self, acme: TenantClient, job_id: UUID) -> None:
         """Wait for the result, through all outages, and note what it is."""
-        until = time.monotonic() + 90
+        since = time.monotonic()
+        until = since + 90
         while time.monotonic() < until:
             try:
                 result = await acme.wait(job_id)
@@ -151,11 +164,12 @@ class Users:
                     await self.journal.note("fault", acme.tenant_id, job_id, error=repr(error))
                     return
                 await anyio.sleep(0.5)
+                since = time.monotonic()
                 continue
             body = None if result.response_body is None else result.response_body.decode()
             await self.journal.note(
                 "told", acme.tenant_id, job_id, status=result.status, code=result.error_code, attempt=result.attempt,
-                body=body,
+                body=body, since=since,
             )  # fmt: skip
             return
         await self.journal.note("never told", acme.tenant_id, job_id)
@@ -170,7 +184,9 @@ class Users:
         said = "unknown"
         try:
             with mapped_errors():
-                conn = await asyncpg.connect(self.dsn, timeout=3, command_timeout=5)
+                conn = await asyncpg.connect(
+                    self.dsn, timeout=3, command_timeout=5, server_settings={"application_name": USERS}
+                )
                 try:
                     await conn.execute("begin")
                     await conn.execute("insert into chaos.orders values ($1, $2)", acme.tenant_id, order)
@@ -193,6 +209,16 @@ class Users:
             await self.told(acme, job_id)
         else:
             await self.journal.note("rolled back" if said == "rolled back" else "refused", acme.tenant_id, job_id)
+
+    # --- a backlog ----------------------------------------------------------------------------------------
+
+    async def bursts(self, size: int) -> None:
+        while True:
+            await anyio.sleep(BURST_EVERY_SECONDS * self.chance.uniform(0.5, 1.5))
+            tenant, relay_id = self.chance.choice(TENANTS), self.chance.choice(("erp", "crm"))
+            body = json.dumps({"tenant": tenant, "seconds": 0.5, "end": "reply"})
+            job = {"relay_id": relay_id, "operation": "Work", "body": body, "max_attempts": 2, "ttl": 40.0}
+            await self.several(self.client.tenant(tenant), [job] * size)
 
     # --- imports ----------------------------------------------------------------------------------------
 
@@ -234,10 +260,12 @@ async def main(name: str, journal_dsn: str, rate: float, seed: int) -> None:
         users = Users(client, journal, random.Random(seed))
         logger.info("gateway %s works", name)
         async with anyio.create_task_group() as group:
-            group.start_soon(stop_on_sigterm, group.cancel_scope)
+            await group.start(stop_on_sigterm, group.cancel_scope)
+            await journal.note("works", "")
             if not rate:
                 await anyio.sleep_forever()  # it sweeps and drains
             group.start_soon(guarded, journal, users.imports)
+            group.start_soon(guarded, journal, partial(users.bursts, round(rate * BURST_SECONDS)))
             at = time.monotonic()
             while True:
                 group.start_soon(guarded, journal, users.one)
@@ -246,8 +274,9 @@ async def main(name: str, journal_dsn: str, rate: float, seed: int) -> None:
                 await anyio.sleep(max(0.0, at - time.monotonic()))
 
 
-async def stop_on_sigterm(scope: anyio.CancelScope) -> None:
+async def stop_on_sigterm(scope: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        task_status.started()
         async for _ in signals:
             scope.cancel()
             return

@@ -12,10 +12,15 @@ if __name__ == "__main__":
 import json
 import logging
 import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from uuid import UUID
 
 import anyio
 
+from dispatch_core import RelayDispatchRepository
 from dispatch_core.errors import DatabaseUnavailableError
+from dispatch_core.models import Settled, WriteOutcome
 from relay_sdk import ChunkContext, DispatchJob, Reject, Relay, Reply, Retry, Snooze, run_relays
 from tests.chaos.journal import Journal, open_journal
 from tests.chaos.roster import NOT_REACHED, SERVES
@@ -32,6 +37,13 @@ def make(relay_id: str, tenants: tuple[str, ...], journal: Journal) -> Relay:
             instance=relay.instance_id, sent_for=said.get("tenant"),
         )  # fmt: skip
 
+    async def wait(job: DispatchJob, seconds: float) -> None:
+        try:
+            await anyio.sleep(seconds)
+        except anyio.get_cancelled_exc_class():
+            await note("interrupted", job)
+            raise
+
     def answer(job: DispatchJob) -> Reply:
         # So that the audit sees whose answer was taken.
         return Reply(f"{job.tenant_id} {job.job_id} {job.attempt} {job.fence} {relay.instance_id}")
@@ -40,7 +52,7 @@ def make(relay_id: str, tenants: tuple[str, ...], journal: Journal) -> Relay:
     async def work(job: DispatchJob) -> Reply:
         await note("began", job)
         said = json.loads(job.body)
-        await anyio.sleep(said["seconds"])
+        await wait(job, said["seconds"])
         if said["end"] == "retry" and not job.last_attempt:
             await note("put back", job)
             raise Retry(said["seconds"])
@@ -95,8 +107,41 @@ def make(relay_id: str, tenants: tuple[str, ...], journal: Journal) -> Relay:
     return relay
 
 
+def listen_in(journal: Journal) -> None:
+    """Have it noted where each claim begins to look, and which claims the database has said not to be current."""
+    claim = RelayDispatchRepository.claim
+
+    async def look(self: Any, *args: Any, **rest: Any) -> Any:
+        if rest["after"] is not None:
+            # Before it is sent, so that no claim above zero is taken for one from there.
+            after = dict(zip(rest["tenants"], rest["after"], strict=True))
+            await journal.note("cursor", "", rest["claim_id"], after=after)
+        return await claim(self, *args, **rest)
+
+    def told(verb: str, call: Callable[..., Awaitable[Sequence[Settled | WriteOutcome]]]) -> Any:
+        async def ask(self: Any, relay_id: str, rows: Sequence[Any], *, claimed_by: str, **rest: Any) -> Any:
+            answers = await call(self, relay_id, rows, claimed_by=claimed_by, **rest)
+            for row, answer in zip(rows, answers, strict=True):
+                if (answer.outcome if isinstance(answer, Settled) else answer) is WriteOutcome.STALE:
+                    tenant, job_id, fence = _claim_of(row)
+                    await journal.note("stale", tenant, job_id, fence=fence, instance=claimed_by, verb=verb)
+            return answers
+
+        return ask
+
+    verbs: Any = RelayDispatchRepository
+    verbs.claim = look
+    for verb in ("complete_many", "retry", "release", "heartbeat"):
+        setattr(verbs, verb, told(verb, getattr(verbs, verb)))
+
+
+def _claim_of(row: Any) -> tuple[str, UUID, int]:
+    return row[:3] if isinstance(row, tuple) else (row.tenant_id, row.job_id, row.fence)
+
+
 async def main(name: str, journal_dsn: str) -> None:
     async with open_journal(journal_dsn, name) as journal:
+        listen_in(journal)
         relays = [make(relay_id, tenants, journal) for relay_id, tenants in SERVES[name].items()]
         await run_relays(relays, install_signal_handlers=True)
 

@@ -57,7 +57,7 @@ class Fleet(Rig):
     def __init__(self, pair: Pair, database: str, journal_dsn: str, files: Path) -> None:
         super().__init__(pair.primary, journal_dsn, files, seed=6, rate=RATE)
         # How processes stop is looked at elsewhere.
-        self.disturbed_until = time.monotonic() + 3600
+        self.disturb(3600)
         self.pair = pair
         self.database = database
         self.second_leads = False
