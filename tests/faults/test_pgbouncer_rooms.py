@@ -215,7 +215,7 @@ async def test_pauses_reloads_and_sessions_that_are_recycled_are_not_noticed(
 
 async def test_a_wait_for_a_server_session_that_it_ends_may_be_tried_again(database: TestDatabase) -> None:
     """query_wait_timeout, and max_client_conn: nothing was sent to PostgreSQL, and the pool is well again after it."""
-    settings = {"query_wait_timeout": 1, "max_client_conn": 4}
+    settings: dict[str, Any] = {"query_wait_timeout": 1, "max_client_conn": 4}
     async with pgbouncer(database.server, database.gateway_dsn, pool_size=1, **settings) as bouncer:
         dsn = bouncer.dsn(database.gateway_dsn)
         async with Database(dsn, min_size=1, max_size=1, statement_cache_size=0) as pool:

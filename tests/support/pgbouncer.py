@@ -97,9 +97,12 @@ class PgBouncer:
 
 @asynccontextmanager
 async def pgbouncer(
-    server: DevServer, dsn: str, *dsns: str, pool_size: int = 2, **settings: Any
+    server: DevServer, dsn: str, *dsns: str, pool_size: int = 2, forced_dsn: str | None = None, **settings: Any
 ) -> AsyncIterator[PgBouncer]:
-    """Run one before `server` for the logins of the DSNs: so many server sessions for each login and database."""
+    """Run one before `server` for the logins of the DSNs: so many server sessions for each login and database.
+
+    `forced_dsn`: the login of this one is what PostgreSQL sees of all of them, which it need not know.
+    """
     program()
     account, port = server_account(), free_port()
     home = Path(tempfile.mkdtemp(prefix="relay-dispatch-pgbouncer-"))
@@ -123,7 +126,12 @@ async def pgbouncer(
             "server_login_retry": 1,
             **settings,
         }
-        lines = ["[databases]", f"* = host={target.hostname} port={target.port}", "[pgbouncer]"]
+        forced = (
+            ""
+            if forced_dsn is None
+            else f" user={urlsplit(forced_dsn).username} password={urlsplit(forced_dsn).password}"
+        )
+        lines = ["[databases]", f"* = host={target.hostname} port={target.port}{forced}", "[pgbouncer]"]
         (home / "pgbouncer.ini").write_text("\n".join([*lines, *(f"{k} = {v}" for k, v in values.items()), ""]))
         for each in (home, users, home / "pgbouncer.ini"):
             account.own(each)
