@@ -45,6 +45,7 @@ from dispatch_core.errors import (
 )
 from dispatch_core.hosts import Host, accepted, hosts_of, ordered, target_of
 from dispatch_core.pacing import Pace, pace_of
+from dispatch_core.task_groups import TaskGroup
 
 __all__ = [
     "Connection",
@@ -359,7 +360,7 @@ async def _open(dsn: str, *, timeout: float, **options: Any) -> Connection:
     asked: dict[Host, anyio.Event] = {}
     try:
         with anyio.move_on_after(timeout):
-            async with anyio.create_task_group() as group:
+            async with TaskGroup() as group:
                 while not asked or any(not ended.is_set() for ended in asked.values()):
                     # While one is silent, those that said no are asked again: one of them may be promoted meanwhile.
                     for host in ordered(hosts):
@@ -690,7 +691,7 @@ class Database:
                         await pool
                         if self._min_size:
                             await open_one()  # by itself: what is wrong is wrong for all, and raised as it is
-                        async with anyio.create_task_group() as group:
+                        async with TaskGroup() as group:
                             for _ in range(self._min_size - 1):
                                 group.start_soon(open_one)
                 except BaseExceptionGroup as faults:

@@ -27,6 +27,7 @@ from dispatch_core.listener import Listener
 from dispatch_core.migrate import check_schema
 from dispatch_core.requests import Preparer
 from dispatch_core.settings import DurableJobsSettings
+from dispatch_core.task_groups import TaskGroup
 from dispatch_core.tenancy import warn_if_bypassing
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.direct import DirectStatements
@@ -280,7 +281,7 @@ class GatewayClient:
         # Shielded: also where the block was cancelled, what was promised is sent, within a bound.
         by = self._close_by or anyio.current_time() + self._settings.close_timeout_seconds
         with anyio.CancelScope(shield=True, deadline=by):
-            async with anyio.create_task_group() as group:
+            async with TaskGroup() as group:
                 group.start_soon(runtime.lanes.drain)
                 group.start_soon(runtime.durable.drain)
         with anyio.CancelScope(shield=True):

@@ -25,6 +25,7 @@ from dispatch_core.errors import (
 )
 from dispatch_core.models import DispatchRequest, DispatchResult
 from dispatch_core.requests import Preparer
+from dispatch_core.task_groups import TaskGroup
 from gateway_sdk.backlogs import Backlogs
 from gateway_sdk.lanes import bounded
 from gateway_sdk.settings import GatewaySettings
@@ -193,7 +194,7 @@ class DirectStatements:
                 error = raised
 
         invalid: Exception | None = None
-        async with anyio.create_task_group() as group:
+        async with TaskGroup() as group:
             group.start_soon(send)
             if number + 1 == len(load.chunks) and not load.is_whole:
                 try:

@@ -7,8 +7,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import anyio
 import anyio.abc
+
+from dispatch_core.task_groups import TaskGroup
 
 __all__ = ["Tasks"]
 
@@ -17,7 +18,7 @@ class Tasks:
     """A task group that ends with its block, raises a single fault as itself, and does not wrap the block's own."""
 
     def __init__(self) -> None:
-        self._group = anyio.create_task_group()
+        self._group = TaskGroup()
         self.on_failure: Callable[[BaseException], None] = lambda _error: None
 
     def start_soon(self, run: Callable[[], Awaitable[Any]]) -> None:

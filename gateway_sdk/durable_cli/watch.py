@@ -23,6 +23,7 @@ from dispatch_core.cli.common import (
 from dispatch_core.durable_models import ChunkStatus, DurableJob, JobStatus
 from dispatch_core.errors import DatabaseUnavailableError, TenancyError
 from dispatch_core.listener import Listener
+from dispatch_core.task_groups import TaskGroup
 from gateway_sdk.cli_words import amount
 from gateway_sdk.durable_cli.common import JobArgument, LinesOption, Room, TenantsOption, format_of, room_at, run_lines
 from gateway_sdk.durable_cli.screen import Screen, screen_for
@@ -148,7 +149,7 @@ class _Look:
         self.has_begun = True
         channel = await _channel(room, tenant)
         bell = _Bell(self._job_id)
-        async with anyio.create_task_group() as group:
+        async with TaskGroup() as group:
             listener = Listener(listen_dsn, name="watch", application_name="relay-dispatch durable", max_channels=1)
             listener.on_catch_up(bell.wake)
             await group.start(listener.run)

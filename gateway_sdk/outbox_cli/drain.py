@@ -35,6 +35,7 @@ from dispatch_core.errors import ConfigurationError, SchemaMismatchError, Tenanc
 from dispatch_core.migrate import check_schema
 from dispatch_core.outbox import DrainReport
 from dispatch_core.settings import CoreSettings, OutboxSettings
+from dispatch_core.task_groups import TaskGroup
 from gateway_sdk.cli_words import amount, parse_age, printable, progress
 from gateway_sdk.client import GatewayClient
 from gateway_sdk.outbox import OutboxDrainer
@@ -248,7 +249,7 @@ async def _drain(what: _What, watch: bool) -> _Ended:
     drainer = what.drainer
     caught: list[int] = []
     try:
-        async with _with_sinks(what), anyio.create_task_group() as group:
+        async with _with_sinks(what), TaskGroup() as group:
             if threading.current_thread() is threading.main_thread():  # else signals are somebody else's
                 await group.start(_catch, caught, group.cancel_scope)
             group.start_soon(_show, drainer, None if watch else await _due(what))
