@@ -42,7 +42,7 @@ async def show(request: Request) -> Response:
 
 def on_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RelayDispatchError)
-    headers = {"retry-after": f"{error.retry_after_seconds:.0f}"} if isinstance(error, BacklogFullError) else {}
+    headers = {"retry-after": str(int(error.retry_after_seconds) + 1)} if isinstance(error, BacklogFullError) else {}
     return JSONResponse({"error": error.code, "message": str(error)}, 503 if error.retryable else 400, headers)
 
 
@@ -56,4 +56,4 @@ async def lifespan(_app: Starlette) -> AsyncIterator[None]:
 if __name__ == "__main__":
     routes = [Route("/relays/{relay_id}/{operation}", enqueue, methods=["POST"]), Route("/jobs/{job_id:uuid}", show)]
     app = Starlette(routes=routes, exception_handlers={RelayDispatchError: on_error}, lifespan=lifespan)
-    uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
+    uvicorn.run(app, port=int(sys.argv[1]) if sys.argv[1:] else 8001, log_level="warning")

@@ -17,6 +17,7 @@ import anyio.abc
 import httpx
 import pytest
 
+from dispatch_core import DispatchRequest
 from dispatch_core.dev.cluster import free_port
 from gateway_sdk import GatewayClient
 from tests.support.cli import environment
@@ -176,7 +177,7 @@ async def test_example_05_leaves_no_job_lying_after_sigterm(database: TestDataba
     assert lines[-1] == ("done: succeeded > succeeded, failed > failed, pending > succeeded, pending > succeeded")
 
 
-async def test_example_06_answers_a_post_at_once_and_a_get_in_another_process(database: TestDatabase) -> None:
+async def test_example_06_answers_posts_at_once_gets_anywhere_and_503_where_much_waits(database: TestDatabase) -> None:
     ports = [free_port(), free_port()]
     first, second = (f"http://127.0.0.1:{port}" for port in ports)
     async with (
@@ -204,6 +205,12 @@ async def test_example_06_answers_a_post_at_once_and_a_get_in_another_process(da
 
             await eventually(ended, 20, message="the result, by the other gateway")
         assert (await http.get(job)).json() == {"invoice": 7, "total": 4200, "attempt": 1}
+
+        async with GatewayClient(database.gateway_dsn) as client:
+            await client.tenant("acme").enqueue_many(DispatchRequest("erp-emea", "GetInvoice") for _ in range(1000))
+        refused = await http.post(f"{second}/relays/erp-emea/GetInvoice", content=b'{"number": 7}')
+        assert (refused.status_code, refused.json()["error"]) == (503, "S2R-BACKLOG-FULL")
+        assert int(refused.headers["retry-after"]) > 0
     assert one.last_line.startswith("done: 1 enqueued")
     assert two.last_line.startswith("done: 0 enqueued")
 
