@@ -256,6 +256,7 @@ class Events(Room):
         return await outbox.tell(gateway, [item], by=OTHER) == [("applied", "gone")]
 
 
+@pytest.mark.invariant("J3")
 async def test_no_verb_of_the_holder_of_a_lost_claim_changes_anything_in_any_room(pair: Pair) -> None:
     """I3: by the fence where that differs; where it does not, by the instance, the token, or the name of the claim."""
     rooms: list[Room] = [Jobs(), Chunks(), Events()]
@@ -355,7 +356,7 @@ async def new_import(pair: Pair, way_to_second: TcpProxy | None = None) -> Async
         yield Import(name, relay, loads, job_id, Work(gateway), admin)
 
 
-@pytest.mark.invariant("J1")
+@pytest.mark.invariant("J2")
 async def test_what_the_handlers_of_lost_chunk_claims_store_is_rolled_back(pair: Pair) -> None:
     """Their chunks are another relay's by then, under the same lease versions."""
     # The first relay reaches the new primary only when the second one has claimed there.
@@ -380,7 +381,7 @@ async def test_what_the_handlers_of_lost_chunk_claims_store_is_rolled_back(pair:
                 await made.is_loaded_once("other")
 
 
-@pytest.mark.invariant("J1")
+@pytest.mark.invariant("J2")
 async def test_a_relay_that_is_given_its_own_lost_chunks_again_stores_what_they_are_once(pair: Pair) -> None:
     """Its first handlers are told that their leases are lost, though the relay, chunk and version are the same."""
     async with new_import(pair) as made:
@@ -396,6 +397,7 @@ async def test_a_relay_that_is_given_its_own_lost_chunks_again_stores_what_they_
 # --- drainers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant("O1")
 async def test_an_event_whose_settling_was_lost_is_delivered_again_and_a_lost_claim_settles_nothing(pair: Pair) -> None:
     """At least once: `known`, of which the claim was not lost; `settled`, and `claimed`, of which nothing is known."""
     async with new_pair(pair) as (name, stream):
