@@ -260,7 +260,7 @@ def wait(
 
     They come in the order in which the jobs end. Exit code 0 where all
     succeeded, 1 where one did not or has no result before the timeout, 3 where
-    there is no such job.
+    there is no such job; 130 after Ctrl-C, 143 after SIGTERM.
 
     Example:
       relay-dispatch jobs wait acme 01998d4e-… --timeout 60 -o json

@@ -276,6 +276,7 @@ class GatewayClient:
         runtime.lanes.stop()
         runtime.waiter.close(runtime.closed_error)
         runtime.durable.close(runtime.closed_error)
+        runtime.direct.close(runtime.closed_error)
         if runtime.cause is not None:
             return
         # Shielded: also where the block was cancelled, what was promised is sent, within a bound.
@@ -284,6 +285,7 @@ class GatewayClient:
             async with TaskGroup() as group:
                 group.start_soon(runtime.lanes.drain)
                 group.start_soon(runtime.durable.drain)
+                group.start_soon(runtime.direct.drain)
         with anyio.CancelScope(shield=True):
             await runtime.doorbell.finish()
 
@@ -301,3 +303,5 @@ def _failed(runtime: Runtime, error: BaseException) -> None:
         runtime.lanes.stop()
         runtime.waiter.close(runtime.closed_error)
         runtime.durable.fail(runtime.closed_error)
+        runtime.direct.close(runtime.closed_error)
+        runtime.direct.cut()

@@ -29,6 +29,7 @@ from dispatch_core.task_groups import TaskGroup
 from gateway_sdk.backlogs import Backlogs
 from gateway_sdk.lanes import bounded
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.under_way import UnderWay
 
 __all__ = ["DirectStatements", "Load"]
 
@@ -123,10 +124,14 @@ class Load:
         self._open, self._open_bytes = [], 0
 
 
-class DirectStatements:
-    """Each is tried again after a fault that may pass, until `give_up_at`, a monotonic time; all are idempotent."""
+class DirectStatements(UnderWay):
+    """Each is tried again after a fault that may pass, until `give_up_at`, a monotonic time; all are idempotent.
+
+    All raise ClientClosedError where the client has closed before they had their answer.
+    """
 
     def __init__(self, database: Database, settings: GatewaySettings, backlogs: Backlogs) -> None:
+        super().__init__()
         self._database = database
         self._settings = settings
         self._backlogs = backlogs
@@ -158,7 +163,7 @@ class DirectStatements:
                 "too many enqueues wait for idempotency keys; nothing was sent", sqlstate=_LOCK_TIMEOUT
             )
 
-        with self._backlogs.sending(tenant, [row.relay_id], [max_pending]):
+        with self.under_way(row.job_id), self._backlogs.sending(tenant, [row.relay_id], [max_pending]):
             return await self._repeat(attempt, give_up_at, row.job_id)
 
     async def enqueue_many(self, tenant: str, load: Load, give_up_at: float) -> int:
@@ -179,7 +184,8 @@ class DirectStatements:
                     number += 1
 
         relay_ids = list(load.jobs.elements())
-        with self._backlogs.sending(tenant, relay_ids, [load.max_pending] * len(relay_ids)):
+        bounds = [load.max_pending] * len(relay_ids)
+        with self.under_way(), self._backlogs.sending(tenant, relay_ids, bounds):
             await self._repeat(lambda seconds: bounded(self._database, seconds, store), give_up_at)
         return len(load.chunks)
 
@@ -220,10 +226,11 @@ class DirectStatements:
                 return await RelayDispatchRepository(conn, tenant).poll_page(chunk)
 
             give_up_at = time.monotonic() + self._settings.poll_timeout_seconds
-            page, again = await self._repeat(
-                lambda seconds, read=read: bounded(self._database, seconds, read),  # type: ignore[misc]
-                give_up_at,
-            )
+            with self.under_way():
+                page, again = await self._repeat(
+                    lambda seconds, read=read: bounded(self._database, seconds, read),  # type: ignore[misc]
+                    give_up_at,
+                )
             results.update(page)
             left[: len(chunk)] = again
         return results

@@ -41,12 +41,13 @@ from dispatch_core.ids import new_id, new_instance_id
 from dispatch_core.listener import Listener
 from dispatch_core.settings import DurableJobsSettings
 from gateway_sdk.channels import ResultChannels
-from gateway_sdk.durable_calls import Calls, Closed
+from gateway_sdk.durable_calls import Calls
 from gateway_sdk.durable_read import JobEvents, JobWatch, is_within
 from gateway_sdk.durable_submit import Chunks, NewJob, submit, submit_in
 from gateway_sdk.durable_watch import JobWatches
 from gateway_sdk.lanes import StartSoon
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.under_way import Closed
 
 __all__ = [
     "ChunkSpec",

@@ -11,8 +11,8 @@ Three kinds of call, by what may be done after an error that may pass:
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final, TypeAlias, TypeVar, cast
 from uuid import UUID
 
@@ -22,25 +22,21 @@ from dispatch_core.backoff import Backoff
 from dispatch_core.database import Connection, Database
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import (
-    ClientClosedError,
     ConnectionLostError,
     DatabaseBusyError,
-    DatabaseError,
     DatabaseUnavailableError,
 )
 from dispatch_core.migrate import check_schema
 from dispatch_core.settings import DurableJobsSettings
 from gateway_sdk.lanes import bounded
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.under_way import UnderWay
 
-__all__ = ["Calls", "Closed", "Run"]
+__all__ = ["Calls", "Run"]
 
 Answer = TypeVar("Answer")
 
 Run: TypeAlias = Callable[[DurableRepository], Awaitable[Answer]]
-
-Closed: TypeAlias = Callable[[UUID | None], ClientClosedError]
-"""Makes the error of a call that the end of the client has cut off."""
 
 _BACKOFF_BASE: Final = 0.05
 _BACKOFF_CAP: Final = 1.0
@@ -49,9 +45,6 @@ _POLL_TRIES: Final = 3
 
 _ATTEMPT_SECONDS: Final = 5.0
 """At least so much of a call's time, or else half of it, is for one attempt: a dead connection must not use up all."""
-
-_CUT_SECONDS: Final = 2.0
-"""For calls that were cut off to be over: their connections are put away, shielded."""
 
 
 class _CheckedError(Exception):
@@ -65,17 +58,14 @@ class _NoConnection:
         raise _CheckedError
 
 
-class Calls:
+class Calls(UnderWay):
     """The statements of a client in the durable room."""
 
     def __init__(self, database: Database, settings: GatewaySettings, durable: DurableJobsSettings | None) -> None:
+        super().__init__()
         self.settings = settings
         self._database = database
         self._durable = durable
-        self._closed: Closed | None = None
-        self._standing: set[anyio.CancelScope] = set()
-        self._short: set[anyio.CancelScope] = set()
-        self._idle = anyio.Event()
         # Polls never take all connections: what they ask for can wait.
         self._polls = anyio.Semaphore(max(1, database.max_size // 2), fast_acquire=True)
         self.is_used = False
@@ -163,59 +153,3 @@ class Calls:
                 if is_final or (most is not None and backoff.attempt >= most) or time.monotonic() + pause >= until:
                     raise
             await anyio.sleep(pause)
-
-    # --- the client's end -----------------------------------------------------------------------------------------
-
-    def check_open(self, job_id: UUID | None = None) -> None:
-        """Raise ClientClosedError where the client is closed, or has failed."""
-        if self._closed is not None:
-            raise self._closed(job_id)
-
-    @contextmanager
-    def under_way(self, job_id: UUID | None = None, *, stands: bool = False) -> Iterator[None]:
-        """Stand around a call: when the client ends, it ends with ClientClosedError.
-
-        At once where it `stands`, because it may last for ever; else it has the time in which the client closes.
-        """
-        self.check_open(job_id)
-        scopes = self._standing if stands else self._short
-        with anyio.CancelScope() as scope:
-            scopes.add(scope)
-            try:
-                yield
-            except DatabaseError as error:
-                if self._closed is None:
-                    raise
-                raise self._closed(job_id) from error
-            finally:
-                scopes.discard(scope)
-                if not (self._short or self._standing):
-                    self._idle.set()
-        if scope.cancelled_caught and self._closed is not None:
-            raise self._closed(job_id)
-
-    def close(self, reason: Closed) -> None:
-        """Take no more calls, and end those that stand."""
-        if self._closed is None:
-            self._closed = reason
-        for scope in list(self._standing):
-            scope.cancel()
-
-    def cut(self) -> None:
-        """End all calls now."""
-        for scope in [*self._standing, *self._short]:
-            scope.cancel()
-
-    async def drain(self) -> None:
-        """Wait until no call is under way; when that is cancelled, cut off those that are, and wait for that."""
-        try:
-            await self._wait_idle()
-        finally:
-            self.cut()
-            with anyio.move_on_after(_CUT_SECONDS, shield=True):
-                await self._wait_idle()
-
-    async def _wait_idle(self) -> None:
-        while self._short or self._standing:
-            self._idle = anyio.Event()
-            await self._idle.wait()

@@ -226,7 +226,10 @@ async def test_a_database_that_does_not_answer_is_exit_code_five_without_passwor
         assert "s3cret" not in ended.err
 
 
-async def test_an_interrupt_ends_a_wait_with_130_and_the_job_goes_on(database: TestDatabase) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_a_wait_with_128_and_its_number_and_the_job_goes_on(
+    database: TestDatabase, number: signal.Signals
+) -> None:
     """Also in the background of a shell, where SIGINT is ignored unless somebody sees to it."""
     job_id = await enqueue()
     with interruptible():
@@ -239,10 +242,10 @@ async def test_an_interrupt_ends_a_wait_with_130_and_the_job_goes_on(database: T
             waits = "select count(*) from pg_stat_activity where application_name like '%listener%' and datname = $1"
             # So long may a process take to start where many do.
             await eventually(lambda: connection.fetchval(waits, database.name), 60)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             assert process.stderr is not None
             with anyio.fail_after(10):
-                assert await process.wait() == 130
+                assert await process.wait() == 128 + number
                 said = b"".join([part async for part in process.stderr]).decode()
         finally:
             await connection.close()

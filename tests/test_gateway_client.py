@@ -24,7 +24,7 @@ from dispatch_core.errors import (
 from gateway_sdk import DispatchResult, DispatchStatus, GatewayClient, GatewaySettings
 from gateway_sdk.sweeper import Sweeper
 from gateway_sdk.waiter import ResultWaiter
-from tests.support.activity import backends
+from tests.support.activity import backends, wait_until_blocked, wait_until_statement_runs
 from tests.support.databases import TestDatabase
 from tests.support.eventually import HANGS, eventually, never
 from tests.support.gateway import Connection, PlayedRelay, open_client, settings_for
@@ -172,6 +172,49 @@ async def test_closing_ends_waits_with_a_clear_error_and_leaves_no_connection(
     assert len(errors) == 3
     assert all(error.job_id is not None and not error.retryable for error in errors)  # type: ignore[attr-defined]
     await eventually(lambda: no_backends(admin))
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+async def test_closing_gives_a_keyed_enqueue_that_waits_its_time_and_then_ends_it_with_a_clear_error(
+    database: TestDatabase, gateway: Connection, admin: Connection, is_in_time: bool
+) -> None:
+    """It would wait for the key, and try again after faults, for as long as a write may take."""
+    outcomes: list[Any] = []
+    transaction = gateway.transaction()
+    async with anyio.create_task_group() as group:
+        async with open_client(
+            database.gateway_dsn,
+            write_timeout_seconds=600,
+            lock_timeout_seconds=600,
+            close_timeout_seconds=HANGS if is_in_time else 0.05,
+        ) as client:
+            acme = client.tenant("acme")
+            await transaction.start()
+            held = await acme.enqueue("erp", "Op", idempotency_key="k", conn=gateway)
+
+            async def keyed() -> None:
+                try:
+                    outcomes.append(await acme.enqueue("erp", "Op", idempotency_key="k"))
+                except ClientClosedError as error:
+                    outcomes.append(error)
+
+            async def release() -> None:
+                await eventually(lambda: client.runtime.is_closed)
+                await transaction.commit()
+
+            group.start_soon(keyed)
+            await wait_until_blocked(admin, await wait_until_statement_runs(admin, "enqueue_keyed"))
+            if is_in_time:
+                group.start_soon(release)
+        with anyio.fail_after(HANGS):
+            await eventually(lambda: outcomes)
+    if is_in_time:
+        assert outcomes == [held]
+    else:
+        await transaction.rollback()
+        (error,) = outcomes
+        assert isinstance(error, ClientClosedError)
+        assert error.job_id is not None
 
 
 async def no_backends(admin: Connection) -> bool:

@@ -4,7 +4,8 @@ The core has the groups `db` and `version`; the SDKs bring theirs through the en
 ``relay_dispatch.commands``, so that core imports no SDK. Only the group that is asked for is imported: starting a relay
 does not load the gateway.
 
-Exit codes: 0 ok, 1 failed, 2 usage, 3 nothing matched, 4 schema mismatch, 5 database unreachable.
+Exit codes: 0 ok, 1 failed, 2 usage, 3 nothing matched, 4 schema mismatch, 5 database unreachable, 130
+ended by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from dispatch_core.cli.common import Output, OutputOption, emit_json, exit_code, foreseen_in, report_error
+from dispatch_core.cli.signals import sigterm_exits
 from dispatch_core.errors import ConfigurationError
 
 __all__ = ["COMMANDS", "run"]
@@ -24,7 +25,8 @@ COMMANDS = {"db": "dispatch_core.cli.db:db", "doctor": "dispatch_core.cli.doctor
 def run(arguments: list[str]) -> int:
     """Run one command; return its exit code."""
     try:
-        _application(arguments)(args=arguments, prog_name="relay-dispatch")
+        with sigterm_exits():
+            _application(arguments)(args=arguments, prog_name="relay-dispatch")
     except SystemExit as end:  # how typer ends, also after help and usage errors
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
@@ -41,7 +43,8 @@ def run(arguments: list[str]) -> int:
 def _application(arguments: list[str]) -> typer.Typer:
     app = typer.Typer(
         name="relay-dispatch",
-        help="Hand work from a gateway to relays, on PostgreSQL alone.",
+        help="Hand work from a gateway to relays, on PostgreSQL alone.\n\n"
+        "Ctrl-C and SIGTERM end a command in order, with exit code 130 and 143.",
         no_args_is_help=True,
         add_completion=False,
         # A pretty traceback shows local variables, and a DSN may be one of them.

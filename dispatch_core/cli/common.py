@@ -15,13 +15,13 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 from uuid import UUID
 
-import anyio
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from dispatch_core.cli.signals import run_until_sigterm
 from dispatch_core.errors import (
     ConfigurationError,
     DatabaseUnavailableError,
@@ -96,8 +96,8 @@ def resolve_listen_dsn(dsn: str | None) -> str | None:
 
 
 def run_async(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-    """Run a coroutine function to its end."""
-    return anyio.run(partial(function, *args, **kwargs))
+    """Run a coroutine function to its end, or until SIGTERM: then SystemExit is raised."""
+    return run_until_sigterm(partial(function, *args, **kwargs))
 
 
 def note(text: str) -> None:

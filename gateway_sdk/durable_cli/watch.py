@@ -77,7 +77,8 @@ def watch(
 
     Exit code 0 where it has completed without errors; 1 where it ended with
     errors, failed, was cancelled, waits for a person, or has not ended before
-    the timeout; 3 where there is no such job.
+    the timeout; 3 where there is no such job; 130 after Ctrl-C, 143 after
+    SIGTERM.
 
     Examples:
       relay-dispatch durable watch 01998d4e-…

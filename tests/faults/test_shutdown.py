@@ -191,6 +191,9 @@ async def test_a_gateway_closes_in_time_and_every_call_ends_with_an_error_of_our
                 with within(GRACE_SECONDS + BEYOND_SECONDS):
                     leave.set()
                     await living
+                # Whoever called is told by then, and does not go on trying.
+                with within(1.0):
+                    await eventually(lambda: len(outcomes) == 5 * (len(calls) + len(during)))
             assert len(outcomes) == 5 * (len(calls) + len(during))
             # Cut off by the close, or told before of the database; nobody was told anything invented.
             assert all(outcome is not None for outcome in outcomes)
