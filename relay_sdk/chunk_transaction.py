@@ -78,6 +78,10 @@ class ChunkTransaction:
                 with mapped_errors():
                     await self._transaction.start()
             except BaseException as error:
+                # The driver remembers a BEGIN that was cut short as a transaction, and logs an error where it is to
+                # make the connection whole.
+                with contextlib.suppress(Exception):
+                    conn.terminate()
                 await self._put_back(error)
                 raise
         except BaseException:

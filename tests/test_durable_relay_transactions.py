@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import anyio
 import asyncpg
 import pytest
 
+from dispatch_core.dev.wire import Wire
 from dispatch_core.durable_models import ChunkStatus, JobStatus
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import ConfigurationError, ConnectionLostError, LeaseLostError
@@ -362,6 +364,39 @@ async def test_a_checkpoint_that_is_too_large_is_the_handlers_error_and_changes_
         await work.end(job_id)
     chunk = await work.chunk(job_id)
     assert (chunk.checkpoint, chunk.outcome) == (1, "refused")
+
+
+async def test_a_begin_that_is_cancelled_leaves_no_error_in_the_log_and_the_next_one_works(
+    database: TestDatabase, gateway: Any, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    work = Work(gateway)
+    job_id = await work.submit(1)
+    async with Wire.to(database.worker_dsn) as wire:
+        relay = chunk_relay(wire.dsn(database.worker_dsn), listen_dsn=database.worker_dsn)
+
+        @relay.chunk_handler(KIND)
+        async def handler(ctx: ChunkContext) -> None:
+            begin = wire.hold("BEGIN", "call")
+
+            async def cancel(scope: anyio.CancelScope) -> None:
+                await begin.reached.wait()
+                scope.cancel()
+                begin.release()
+
+            async with anyio.create_task_group() as tasks:
+                with anyio.CancelScope() as scope:
+                    tasks.start_soon(cancel, scope)
+                    async with ctx.transaction():
+                        raise AssertionError("it has begun")
+            assert scope.cancelled_caught
+            async with ctx.transaction() as conn:
+                await conn.execute("insert into public.imported values (1)")
+                await ctx.save_checkpoint(1)
+
+        async with running(relay):
+            job = await work.end(job_id)
+    assert (job.status, await rows()) == (JobStatus.COMPLETED, [1])
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 @pytest.mark.invariant("I7")
