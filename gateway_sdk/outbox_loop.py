@@ -106,6 +106,8 @@ class DrainLoop:
     async def _turn(self, tasks: Tasks, first_try_is_over: Callable[[], None]) -> None:
         """Make one claim, and the pause after it."""
         self._stirred, self._woken = anyio.Event(), False
+        # From before the claim: one that fails as the listening connection comes to stand is tried again at once.
+        self._is_back = anyio.Event()
         try:
             goes_on = await self._claim(tasks)
         except RelayDispatchError as error:
@@ -203,7 +205,6 @@ class DrainLoop:
             logging.DEBUG if self._is_failing else logging.WARNING, "the outbox cannot be drained for now: %s", error
         )
         self._is_failing = True
-        self._is_back = anyio.Event()
         with anyio.move_on_after(self._backoff.next()):
             await self._is_back.wait()
 
