@@ -174,7 +174,9 @@ def _path(chosen: str | None, document: Json) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run the benchmarks, each scenario beside its hand-written baseline.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Run the benchmarks, each scenario beside its hand-written baseline."
+    )
     parser.add_argument("scenario", nargs="*", help="which to run; all, when none is named")
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, fewer cases: a minute and a half for all of them"
