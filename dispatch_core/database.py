@@ -15,6 +15,8 @@ import secrets
 import socket
 import time
 from collections import deque
+from collections.abc import Coroutine
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias, cast
 from urllib.parse import parse_qsl, urlsplit
@@ -44,7 +46,8 @@ from dispatch_core.errors import (
     UnknownJobError,
 )
 from dispatch_core.hosts import Host, accepted, hosts_of, ordered, target_of
-from dispatch_core.pacing import Pace, pace_of
+from dispatch_core.openings import Openings
+from dispatch_core.pacing import SILENT_SECONDS, Pace, pace_of
 from dispatch_core.task_groups import TaskGroup
 
 __all__ = [
@@ -496,6 +499,9 @@ async def _watch_socket(conn: Connection) -> None:
 # After so long a connection goes through the driver's pool once, which replaces those that have served many statements.
 _KEPT_SECONDS: Final = 60.0
 
+# Of a caller's time, how much may be spent on the wait for a connection.
+_WAITED_SHARE: Final = 0.75
+
 # As the driver's pool does with those above its smallest size.
 _IDLE_SECONDS: Final = 300.0
 
@@ -523,12 +529,13 @@ class Lent:
     """A pooled connection for the length of an `async with`; see `Database.connection`."""
 
     # A class and not a generator: this stands around every statement.
-    __slots__ = ("_database", "_kept", "_within")
+    __slots__ = ("_database", "_kept", "_since", "_within")
 
     def __init__(self, database: Database, within: float | None) -> None:
         self._database = database
         self._within = within
         self._kept: _Kept | None = None
+        self._since = 0.0
 
     async def __aenter__(self) -> Connection:
         if self._within is not None and self._within <= 0:
@@ -538,6 +545,7 @@ class Lent:
         if kept is None:
             kept = await self._database._get(self._within)
         self._kept = kept
+        self._since = time.monotonic()
         return kept.conn
 
     async def __aexit__(
@@ -552,7 +560,14 @@ class Lent:
         ours = translate(error)
         lost = ours or error
         if isinstance(lost, DatabaseUnavailableError):
-            await database._retire(kept, lost)
+            # Who had but little time left, as after a long wait for a connection, says nothing of the others: cut for
+            # him, they would all be opened anew, while those who wait for them come to be in haste too.
+            is_silent = lost.sqlstate is None and _is_open(kept.conn)
+            if is_silent and time.monotonic() - self._since < min(SILENT_SECONDS, database.command_timeout) * 0.9:
+                with contextlib.suppress(asyncpg.InterfaceError):
+                    kept.conn.terminate()
+            else:
+                await database._retire(kept, lost)
         await database._put_away(kept)
         if ours is not None:
             raise ours from error
@@ -629,6 +644,7 @@ class Database:
         """How many connections are lent, kept, or being opened."""
         self._opening = 0
         """How many of them are being opened."""
+        self._openings = Openings[Connection | None]()
         self._generation = 0
         """How often connections have been retired; those of before are not used again."""
         self.opened = 0
@@ -717,11 +733,13 @@ class Database:
             return
         pool, self._pool = self._pool, None
         self._closing_pool = pool
+        self._openings.cancel()
         if time.monotonic() < self._silent_until:
             pool.terminate()  # it has just been waited for in vain: a good-bye would be too
             return
         try:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _PUT_AWAY_SECONDS), mapped_errors():
+                await self._openings.ended()
                 while self._idle:
                     self._places -= 1
                     await pool.release(self._idle.pop().conn)
@@ -737,6 +755,7 @@ class Database:
 
         Statements under way fail with ConnectionLostError, later ones with DatabaseUnavailableError. Idempotent: yes.
         """
+        self._openings.cancel()
         for pool in (self._pool, self._closing_pool):
             if self._owns_pool and pool is not None:
                 pool.terminate()
@@ -766,9 +785,11 @@ class Database:
         code: an `OSError` is taken for the network's.
 
         A connection that may be broken does not go back: it is cut, and the pool's other old ones with it, because what
-        broke one (a failover, a dead route) has most likely broken them too.
+        broke one (a failover, a dead route) has most likely broken them too; unless all that is known is that it did
+        not answer within less than a second.
 
-        `within`: seconds to wait for one at most, if that is less than the connect timeout.
+        `within`: seconds in which the caller must have got and used it; three quarters of them are waited at most, if
+        that is less than the connect timeout.
 
         Raises: DatabaseUnavailableError where none is free or can be opened in time.
         """
@@ -804,7 +825,8 @@ class Database:
         pool = self._pool
         if pool is None:
             raise DatabaseUnavailableError("this Database is not open")
-        seconds = self._connect_timeout if within is None else min(within, self._connect_timeout)
+        # The rest is for the statement: cut off at once, it would take the connection with it that others wait for.
+        seconds = self._connect_timeout if within is None else min(within * _WAITED_SHARE, self._connect_timeout)
         until = time.monotonic() + seconds
         # Not acquire's own timeout, which takes a task for each call.
         with mapped_errors(connecting=True), anyio.move_on_after(seconds):
@@ -823,16 +845,20 @@ class Database:
                 self._opening += 1
                 # From before: what retires connections meanwhile means this one too.
                 generation = self._generation
+                left: list[asyncio.Task[Connection | None]] = []
                 try:
-                    conn = await self._acquire(pool, until - time.monotonic())
+                    conn = await self._acquire(pool, until - time.monotonic(), left)
+                    self._opening -= 1
                     self.opened += not self._owns_pool
                     return _Kept(pool, conn, generation)
                 except BaseException:
+                    if left:  # the place is the connection's that is still being opened
+                        left[0].add_done_callback(partial(self._came_late, pool, generation))
+                        raise
+                    self._opening -= 1
                     self._give_up_place()
                     if not self._owns_pool or not self._is_full():
                         raise
-                finally:
-                    self._opening -= 1
                 kept = self._take()
                 if kept is not None:
                     return kept
@@ -842,8 +868,13 @@ class Database:
         """Whether the server takes no more from us, and we have some that will come back."""
         return self._places > self._opening and getattr(self._pace.last_error, "sqlstate", None) == _FULL
 
-    async def _acquire(self, pool: Any, within: float) -> Connection:
-        """Take a connection of the driver's pool, which mostly opens one: when it is our turn to try (D156)."""
+    async def _acquire(
+        self, pool: Any, within: float, left: list[asyncio.Task[Connection | None]] | None = None
+    ) -> Connection:
+        """Take a connection of the driver's pool, which mostly opens one: when it is our turn to try (D156).
+
+        With `left` it is opened also where the caller is cancelled: then the task that opens it is added there.
+        """
 
         async def attempt(proves: bool) -> Connection:
             conn = cast("Connection", await pool.acquire())
@@ -851,7 +882,28 @@ class Database:
                 await _prove(conn, self._pace, self._connect_timeout)
             return conn
 
-        return await self._pace.run(attempt, until=time.monotonic() + within, again=_again, refuses=_refuses_login)
+        async def carry(trying: Coroutine[Any, Any, Connection | None]) -> Connection | None:
+            return await (trying if left is None else self._openings.carry(trying, left.append))
+
+        return await self._pace.run(
+            attempt,
+            until=time.monotonic() + within,
+            again=_again,
+            refuses=_refuses_login,
+            # In a pool of the caller's it is his connection, and his wait.
+            carry=carry if self._owns_pool else None,
+        )
+
+    def _came_late(self, pool: Any, generation: int, task: asyncio.Task[Connection | None]) -> None:
+        """Keep a connection whose caller has not waited until it was open, for the next one who asks."""
+        self._opening -= 1
+        conn = None if task.cancelled() or task.exception() is not None else task.result()
+        if conn is None:
+            self._give_up_place()
+            return
+        kept = _Kept(pool, conn, generation)
+        if not self._keep(kept):
+            self._cut(kept)
 
     def _why_not(self) -> str:
         why = self._pace.last_error

@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -27,9 +27,10 @@ import anyio
 from dispatch_core.backoff import full_jitter
 from dispatch_core.hosts import hosts_of
 
-__all__ = ["CAP_SECONDS", "REFUSED_CAP_SECONDS", "Pace", "pace_of"]
+__all__ = ["CAP_SECONDS", "REFUSED_CAP_SECONDS", "SILENT_SECONDS", "Pace", "pace_of"]
 
 Opened = TypeVar("Opened")
+Carry: TypeAlias = Callable[[Coroutine[Any, Any, Opened | None]], Awaitable[Opened | None]]
 
 BASE_SECONDS: Final = 0.1
 CAP_SECONDS: Final = 1.0
@@ -38,8 +39,8 @@ CAP_SECONDS: Final = 1.0
 REFUSED_CAP_SECONDS: Final = 15.0
 """The same after a refused login."""
 
-_SILENT_SECONDS: Final = 1.0
-"""A try that is given up after so long says something about the server; before, only about its caller's haste."""
+SILENT_SECONDS: Final = 1.0
+"""Who gives a try or a statement up after so long tells something of the server; before, only of his own haste."""
 
 
 class Pace:
@@ -93,36 +94,45 @@ class Pace:
         until: float,
         again: Callable[[Exception], Exception],
         refuses: Callable[[Exception], bool],
+        carry: Carry[Opened] | None = None,
     ) -> Opened:
         """Call `attempt(proves)` when it is its turn; `proves`: its connection must answer a statement to count.
 
         `until`: the caller's deadline, a monotonic time; who would spend half of what he has left on waiting for the
         next try is told at once how the last one ended. `again(error)` makes the error for one more caller of those
-        who waited for the same try; `refuses(error)` tells that it is the login which was refused.
+        who waited for the same try; `refuses(error)` tells that it is the login which was refused. `carry` awaits a
+        try, perhaps in another task.
 
         Raises: what `attempt` does, or did when somebody else's turn came first.
         """
         came = time.monotonic()
-        while self.is_held:
-            now = time.monotonic()
-            waits = now < self._not_before
-            in_vain = waits and (self._is_refused or self._not_before - now > (until - now) / 2)
-            if self.last_error is not None and (in_vain or self._failed_since >= came):
-                raise again(self.last_error)
-            if not self._trying and not waits:
-                return await self._try(attempt, True, again, refuses)
-            with anyio.move_on_after(math.inf if self._trying else self._not_before - now):
-                await self._changed.wait()
-        return await self._try(attempt, False, again, refuses)
+        while True:
+            if self.is_held:
+                now = time.monotonic()
+                waits = now < self._not_before
+                in_vain = waits and (self._is_refused or self._not_before - now > (until - now) / 2)
+                if self.last_error is not None and (in_vain or self._failed_since >= came):
+                    raise again(self.last_error)
+                if self._trying or waits:
+                    with anyio.move_on_after(math.inf if self._trying else self._not_before - now):
+                        await self._changed.wait()
+                    continue
+            trying = self._try(attempt, again, refuses)
+            opened = await (trying if carry is None else carry(trying))
+            if opened is not None:
+                return opened
 
     async def _try(
         self,
         attempt: Callable[[bool], Awaitable[Opened]],
-        proves: bool,
         again: Callable[[Exception], Exception],
         refuses: Callable[[Exception], bool],
-    ) -> Opened:
+    ) -> Opened | None:
+        """Make one try; None where it is not its turn any more."""
         began = time.monotonic()
+        proves = self.is_held
+        if proves and (self._trying or began < self._not_before):
+            return None  # another task has begun one since this one was made
         self.tries += 1
         self._trying = self._trying or proves
         try:
@@ -137,11 +147,11 @@ class Pace:
         except BaseException:
             # Given up by its caller. Those who wait are told nothing by it, and one of them is next.
             if self._silence_counts and began >= self._failed_at:
-                if time.monotonic() - began >= _SILENT_SECONDS:
+                if time.monotonic() - began >= SILENT_SECONDS:
                     self._fail()
                 elif proves:
                     # Callers in haste shall neither make a loop of tries nor have the pauses grow.
-                    self._not_before = max(self._not_before, began + _SILENT_SECONDS / 2)
+                    self._not_before = max(self._not_before, began + SILENT_SECONDS / 2)
             raise
         finally:
             if proves:

@@ -155,7 +155,8 @@ class DirectStatements(UnderWay):
             )
 
         async def attempt(seconds: float) -> tuple[UUID, bool]:
-            with anyio.move_on_after(seconds) as queueing:
+            # Whoever gets through has half of his time left: with less, all who queue would be cut off one by one.
+            with anyio.move_on_after(seconds / 2) as queueing:
                 async with self._keyed:
                     queueing.deadline = math.inf
                     return await bounded(self._database, max(0.001, give_up_at - time.monotonic()), store)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -12,7 +14,7 @@ import asyncpg
 import pytest
 
 from dispatch_core.database import Database, connect
-from dispatch_core.errors import DatabaseError, DatabaseUnavailableError
+from dispatch_core.errors import ConnectionLostError, DatabaseError, DatabaseUnavailableError
 from dispatch_core.pacing import Pace, pace_of
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
@@ -154,6 +156,32 @@ async def test_a_caller_in_haste_says_nothing_of_a_server_that_was_well() -> Non
     assert not server.pace.is_held
 
 
+async def test_of_tries_that_are_carried_by_tasks_of_their_own_one_begins_and_the_rest_wait_for_it() -> None:
+    server = Server(cap=60)
+    with pytest.raises(DatabaseUnavailableError):
+        await server.ask()
+    server.says = None
+    server.silent = anyio.Event()
+    server.proofs.clear()
+
+    async def carry(trying: Coroutine[Any, Any, str | None]) -> str | None:
+        return await asyncio.create_task(trying)
+
+    async def ask() -> str:
+        return await server.pace.run(
+            server.attempt, until=time.monotonic() + 60, again=lambda error: error, refuses=lambda _: False, carry=carry
+        )
+
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(ask)
+        await eventually(lambda: bool(server.proofs))
+        await anyio.wait_all_tasks_blocked()
+        assert server.proofs == [True]
+        server.silent.set()
+    assert server.proofs == [True] + [False] * 4
+
+
 async def test_a_refused_login_is_told_at_once_and_seldom_tried() -> None:
     server = Server()
     server.says = DatabaseError("login refused")
@@ -206,3 +234,53 @@ async def test_listener_and_pool_and_single_connections_of_one_dsn_are_paced_tog
             way.mode = "pass"
             await pool.execute("select 1")
             assert not pace.is_held
+
+
+async def test_a_connection_goes_on_being_opened_where_its_caller_has_no_more_time(database: TestDatabase) -> None:
+    async with (
+        TcpProxy.before(database.gateway_dsn) as way,
+        Database(f"{way.dsn(database.gateway_dsn)}?sslmode=disable", min_size=0, max_size=1) as pool,
+    ):
+        way.mode = "black_hole"
+        with pytest.raises(DatabaseUnavailableError, match="in time"):
+            async with pool.connection(0.05):
+                raise AssertionError
+        way.mode = "pass"
+        await pool.execute("select 1")
+        assert way.accepted == 1
+        assert (pool.opened, pool._places, pool._opening) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_pool_that_is_closed_leaves_nothing_of_what_is_still_being_opened(
+    database: TestDatabase, cut: bool
+) -> None:
+    async with TcpProxy.before(database.gateway_dsn) as way:
+        before = asyncio.all_tasks()
+        async with Database(f"{way.dsn(database.gateway_dsn)}?sslmode=disable", min_size=0, max_size=2) as pool:
+            way.mode = "black_hole"
+            for _ in range(2):
+                with pytest.raises(DatabaseUnavailableError):
+                    async with pool.connection(0.05):
+                        raise AssertionError
+            pace = pace_of(f"{way.dsn(database.gateway_dsn)}?sslmode=disable")
+            assert pool._opening == 2
+            if cut:
+                pool.terminate()
+                await eventually(lambda: pool._opening == 0)
+                assert pool._places == 0
+        assert not pace._trying
+        assert {task for task in asyncio.all_tasks() - before if "proxy" not in repr(task)} == set()
+
+
+async def test_who_had_little_time_for_a_statement_costs_his_connection_and_no_other(database: TestDatabase) -> None:
+    async with Database(database.gateway_dsn, min_size=2, max_size=2) as pool:
+        async with pool.connection() as one, pool.connection() as other:
+            pids = {one.get_server_pid(), other.get_server_pid()}
+        with pytest.raises(ConnectionLostError, match="in time"):
+            async with pool.connection() as conn:
+                await conn.execute("select pg_sleep(60)", timeout=0.05)
+        assert not pace_of(database.gateway_dsn).is_held
+        ((pid,),) = await pool.execute("select pg_backend_pid()")
+        assert pid in pids
+        assert pool.opened == 2
