@@ -1,25 +1,20 @@
 """One run of a relay's chunk handlers: makes the pieces, keeps them together, and takes them down in order.
 
-The stop goes as that of `session`, with one difference: handlers are told at once, and may end at a safe point.
-
-    1 no more claims; what one under way brings is given back; every handler is told (`ctx.stopping`, drain)
-    2 handlers get the grace period; so do ends on their way to the database
-    3 handlers that still run are cancelled, and their chunks are released with their checkpoint
-    4 one bounded try to write by hand whatever the pieces could not
+It stops as every run (`course`), with two differences: handlers are told at once (`ctx.stopping`, drain) and may end at
+a safe point; and chunks whose handlers are cancelled are released with their checkpoint.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Final
 from uuid import UUID
 
 import anyio
 
 from dispatch_core.durable_models import ClaimedChunk, Swept
-from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError, RelayDispatchError
+from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError
 from dispatch_core.ids import new_id
 from dispatch_core.settings import DurableJobsSettings
 from relay_sdk.chunk_claimer import ChunkClaimer
@@ -31,24 +26,20 @@ from relay_sdk.chunk_giveback import give_back_chunks
 from relay_sdk.chunk_heartbeat import ChunkHeartbeat
 from relay_sdk.chunk_progress import ChunkProgress
 from relay_sdk.chunk_registry import ChunkRegistry
-from relay_sdk.chunk_slots import ChunkSlot, ChunkSlots, Released
+from relay_sdk.chunk_slots import ChunkSlot, Released
 from relay_sdk.chunk_sweeper import ChunkSweeper
 from relay_sdk.chunk_watch import ChunkWatch
 from relay_sdk.chunk_writes import verbs
 from relay_sdk.connections import Connections
+from relay_sdk.course import Course, Piece
 from relay_sdk.metrics import Health, RelayMetrics
 from relay_sdk.settings import RelaySettings
 from relay_sdk.slots import RUNNING, Held
 
 __all__ = ["ChunkSession"]
 
-logger = logging.getLogger(__name__)
-
-# As in `session`: together below the three seconds that a stop may last beyond its grace.
-_CANCEL_SECONDS: Final = 0.6
-_WRITE_SECONDS: Final = 0.6
 _CUT_SECONDS: Final = 0.2
-_GIVE_BACK_SECONDS: Final = 0.6
+"""For handlers that were held up by the transaction that was cut."""
 
 _RUNNERS: Final = 2
 """Connections of the pool that handlers' transactions leave to claims and completions."""
@@ -57,10 +48,15 @@ _BORROWED: Final = 2
 """The smallest pool of the caller's: one of it is kept for heartbeats, where there is no DSN."""
 
 
-class ChunkSession:
-    """One run."""
+class ChunkSession(Course[ChunkSlot]):
+    """One run of a relay's chunk handlers."""
 
     rooms: Final = ("durable",)
+    works_on = "chunks"
+
+    _completer: ChunkCompleter
+    _claimer: ChunkClaimer
+    _executor: ChunkExecutor
 
     def __init__(
         self,
@@ -72,47 +68,13 @@ class ChunkSession:
         metrics: RelayMetrics,
         instance_id: str,
     ) -> None:
-        self._relay_id = relay_id
-        self._tenants = tenants
+        super().__init__(relay_id, tenants, settings, metrics, instance_id)
         self._registry = registry
-        self._settings = settings
         self._durable = durable
-        self._metrics = metrics
-        self.instance_id = instance_id
         self.patience_seconds: Final = max(durable.lease_seconds / 3, 2.0)
-        self.state: Literal["starting", "ok", "stopping", "stopped"] = "starting"
-        self.abandoned = 0
-        """Handlers that still ran when the run was over."""
-        self._has_left = False
-        self._stop_at: float | None = None
-        self._stop_changed = anyio.Event()
-        self.stop_was_asked = anyio.Event()
-        self._error: BaseException | None = None
-        self._connections: Connections | None = None
-        self._slots: ChunkSlots | None = None
         self._rung: set[UUID] = set()
         """Jobs whose status has changed since the claim that is under way was sent."""
         self._missed_rings = False
-
-    # --- from outside ---
-
-    def stop(self, grace_seconds: float | None = None) -> None:
-        """Stop, and give handlers `grace_seconds` (default: the settings') from now. Never makes it longer."""
-        grace = self._settings.grace_seconds if grace_seconds is None else grace_seconds
-        at = time.monotonic() + grace
-        if self._stop_at is None or at < self._stop_at:
-            if self._stop_at is None:
-                logger.info("relay %s stops; handlers of chunks get %g s", self._relay_id, grace)
-            self._stop_at = at
-            self._stop_changed.set()
-            self.stop_was_asked.set()
-            if self._connections is not None:
-                self._connections.stops(self, at)
-
-    def stop_with(self, error: BaseException) -> None:
-        """Stop at once, because of an error that `run` raises in the end."""
-        self._error = self._error or error
-        self.stop(0.0)
 
     def health(self) -> Health:
         """Return how it is now."""
@@ -157,43 +119,6 @@ class ChunkSession:
             for tenant, channel in zip(self._tenants, channels, strict=True):
                 await connections.listener.subscribe(channel, self._on_ring(tenant))
             connections.listener.on_catch_up(self._on_catch_up)
-
-    async def run(self, *, drain: bool = False) -> None:
-        """Work until stopped, or until the backlog is empty where `drain` is asked for.
-
-        Raises: the fault of a piece that died; SystemExit or KeyboardInterrupt of a handler.
-        """
-        assert self._connections is not None
-        self._connections.enter()
-        if self._stop_at is not None:
-            self._connections.stops(self, self._stop_at)
-        try:
-            async with anyio.create_task_group() as pieces:
-                await pieces.start(self._completer.run)
-                for piece in (self._watch, self._heartbeat, self._sweeper, self._progress):
-                    pieces.start_soon(piece.run)
-                pieces.start_soon(self._run_claimer)
-                if self._stop_at is None:
-                    self.state = "ok"
-                    kinds = ", ".join(self._registry.kinds)
-                    logger.info("relay %s works as %s for chunks of %s", self._relay_id, self.instance_id, kinds)
-                if drain:
-                    pieces.start_soon(self._stop_when_drained)
-                await self.stop_was_asked.wait()
-                self.state = "stopping"
-                await self._finish()
-                self._leave()
-                pieces.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            # One fault is the rule, and its own type is what an owner can match on.
-            raise group.exceptions[0] if len(group.exceptions) == 1 else group from None
-        finally:
-            self._leave()
-            with anyio.CancelScope(shield=True):
-                await self._give_back()
-            self.state = "stopped"
-        if self._error is not None:
-            raise self._error
 
     def _make_pieces(self, connections: Connections) -> None:
         settings, durable, metrics, database = self._settings, self._durable, self._metrics, connections.database
@@ -277,7 +202,6 @@ class ChunkSession:
             deliver=self._deliver,
             metrics=metrics,
         )
-        self._claimer_ended = anyio.Event()
 
     # --- between the pieces ---
 
@@ -338,78 +262,30 @@ class ChunkSession:
             # It may have been one of ours.
             self._heartbeat.ask([row.job_id])
 
-    # --- the stop ---
+    # --- what is special about its course ---
 
-    async def _run_claimer(self) -> None:
-        try:
-            await self._claimer.run()
-        finally:
-            self._claimer_ended.set()
+    def _names(self) -> str:
+        return "chunks of " + ", ".join(self._registry.kinds)
 
-    async def _stop_when_drained(self) -> None:
-        slots, claimer = self._slots, self._claimer
-        assert slots is not None
+    def _pieces(self) -> Sequence[Piece]:
+        return self._watch, self._heartbeat, self._sweeper, self._progress
 
-        def is_drained() -> bool:
-            # What is to be tried again soon is a part of the backlog.
-            soon = claimer.next_due_seconds <= self._durable.retry_cap_seconds
-            return len(slots) == 0 and claimer.has_nothing_to_do and self._completer.is_idle and not soon
+    def _is_drained(self) -> bool:
+        # What is to be tried again soon is a part of the backlog.
+        soon = self._claimer.next_due_seconds <= self._durable.retry_cap_seconds
+        return not self._slots and self._claimer.has_nothing_to_do and self._completer.is_idle and not soon
 
-        while not is_drained():
-            with anyio.move_on_after(0.05):
-                await self.stop_was_asked.wait()
-                return
-        self.stop()
-
-    async def _finish(self) -> None:
+    async def _ends_are_written(self) -> None:
         slots = self._slots
         assert slots is not None
-        self._claimer.stop()
-        self._executor.stop()
-        async with anyio.create_task_group() as waiting:
-            waiting.start_soon(self._cut_short, waiting.cancel_scope)
-            await self._claimer_ended.wait()
-            await slots.until(lambda: len(slots) == 0)
-            waiting.cancel_scope.cancel()
-        self._claimer.abandon()
-        if len(slots):
-            self._executor.cancel_all()
-            with anyio.move_on_after(_CANCEL_SECONDS):
-                await self._executor.until_idle()
-        with anyio.move_on_after(_WRITE_SECONDS):
-            await slots.until(lambda: all(slot.end is None for slot in slots))
-            await self._completer.drain()
+        await slots.until(lambda: all(slot.end is None for slot in slots))
+        await self._completer.drain()
 
-    async def _cut_short(self, scope: anyio.CancelScope) -> None:
-        """Cancel `scope` when the grace period is over, which may become shorter meanwhile."""
-        while True:
-            assert self._stop_at is not None
-            self._stop_changed = anyio.Event()
-            with anyio.move_on_after(self._stop_at - time.monotonic()) as timeout:
-                await self._stop_changed.wait()
-            if timeout.cancelled_caught:
-                scope.cancel()
-                return
+    def _is_unanswered(self) -> bool:
+        return any(slot.end is not None for slot in self._slots or ()) or not self._completer.is_idle
 
-    def _leave(self) -> None:
-        """Let go of the connections; cut them where the database has not answered the write of an end."""
-        if not self._has_left:
-            assert self._connections is not None
-            self._has_left = True
-            unanswered = any(slot.end is not None for slot in self._slots or ()) or not self._completer.is_idle
-            self._connections.leave(cut=self.state == "stopping" and unanswered)
-
-    async def _give_back(self) -> None:
-        """Write by hand what is still in hand: one try, bounded in time."""
-        slots, connections = self._slots, self._connections
-        if slots is None or connections is None:
-            return
-        self._executor.stop()
-        self._executor.cancel_all()
-        if self.state != "stopping":
-            # A piece died, and the handlers have not been told before.
-            with anyio.move_on_after(_CANCEL_SECONDS):
-                await self._executor.until_idle()
+    async def _left(self) -> list[ChunkSlot]:
+        slots = self._slots or ()
         has_cut = False
         for slot in slots:
             # A handler that refuses to end is left behind; what it may write from now on is refused.
@@ -423,25 +299,18 @@ class ChunkSession:
             # Most of them were held up by just that, and say now how they end.
             with anyio.move_on_after(_CUT_SECONDS):
                 await self._executor.until_idle()
-        left = [slot for slot in slots if slot.end is not None]
-        if left or self._claimer.lost:
-            with anyio.move_on_after(_GIVE_BACK_SECONDS) as timeout:
-                try:
-                    await give_back_chunks(
-                        left,
-                        self._claimer,
-                        connections=connections,
-                        settings=self._durable,
-                        settled=self._executor.settled,
-                        metrics=self._metrics,
-                    )
-                except RelayDispatchError as error:
-                    logger.warning("relay %s could not give back its chunks: %s", self._relay_id, error)
-            if timeout.cancelled_caught:
-                connections.cut()
-        self.abandoned = self._executor.running
-        if self.abandoned:
-            logger.error("relay %s leaves %d handlers behind that do not end", self._relay_id, self.abandoned)
-        if lost := sum(slot.end is not None for slot in slots):
-            logger.error("relay %s leaves %d chunks to their leases", self._relay_id, lost)
-        logger.info("relay %s has stopped its chunks", self._relay_id)
+        return [slot for slot in slots if slot.end is not None]
+
+    async def _write_by_hand(self, left: list[ChunkSlot]) -> None:
+        assert self._connections is not None
+        await give_back_chunks(
+            left,
+            self._claimer,
+            connections=self._connections,
+            settings=self._durable,
+            settled=self._executor.settled,
+            metrics=self._metrics,
+        )
+
+    def _unwritten(self) -> int:
+        return sum(slot.end is not None for slot in self._slots or ())

@@ -1,30 +1,25 @@
 """One run of one relay: makes the pieces, keeps them together, and takes them down in order.
 
-    start   subscribe, and listen (LISTEN is confirmed before the first claim); then a first claim for every tenant
-    stop    1 no more claims; one under way is finished, and what it brings is given back, as is all that has not begun
-            2 handlers get the grace period; so do completions on their way to the database
-            3 handlers that still run are cancelled; what may run again is free for others at once, the rest fails
-            4 one bounded try to give back by hand whatever the pieces could not write
-
-A piece that dies takes the run down with its cause, by way of 3 and 4. A second stop only shortens 2.
+start   subscribe, and listen (LISTEN is confirmed before the first claim); then a first claim for every tenant
+stop    as every run (`course`); of jobs whose handlers are cancelled, those that may run again are free for others at
+        once, and the rest fail
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
-from typing import Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Final
 from uuid import UUID
 
 import anyio
 
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError
+from dispatch_core.errors import DatabaseUnavailableError
 from dispatch_core.models import ClaimedJobs, DispatchJob, DispatchStatus, EndedJob
 from relay_sdk.claimer import Claimer
 from relay_sdk.completer import Completer
 from relay_sdk.connections import Connections
+from relay_sdk.course import Course, Piece
 from relay_sdk.deadlines import Deadlines
 from relay_sdk.ends import Ends
 from relay_sdk.executor import Executor
@@ -34,26 +29,24 @@ from relay_sdk.metrics import Health, RelayMetrics
 from relay_sdk.registry import Registry
 from relay_sdk.reissued import Reissued
 from relay_sdk.settings import RelaySettings
-from relay_sdk.slots import ENDED, RUNNING, Cause, Slots
+from relay_sdk.slots import ENDED, RUNNING, Cause, Slot, Slots
 from relay_sdk.sweeper import Sweeper
 
 __all__ = ["Session"]
-
-logger = logging.getLogger(__name__)
-
-# Together with what closing connections may take, below the three seconds that a stop may last beyond its grace.
-_CANCEL_SECONDS: Final = 0.6
-_WRITE_SECONDS: Final = 0.6
-_GIVE_BACK_SECONDS: Final = 0.6
 
 _FETCHES: Final = 4
 """Large bodies fetched at once, so that they leave connections to the others."""
 
 
-class Session:
+class Session(Course[Slot]):
     """One run of a relay's handlers for dispatch jobs."""
 
     rooms: Final = ("dispatch",)
+    works_on = "jobs"
+
+    _completer: Completer
+    _claimer: Claimer
+    _executor: Executor
 
     def __init__(
         self,
@@ -64,43 +57,9 @@ class Session:
         metrics: RelayMetrics,
         instance_id: str,
     ) -> None:
-        self._relay_id = relay_id
-        self._tenants = tenants
+        super().__init__(relay_id, tenants, settings, metrics, instance_id)
         self._registry = registry
-        self._settings = settings
-        self._metrics = metrics
-        self.instance_id = instance_id
         self.patience_seconds: Final = settings.patience_seconds
-        self.state: Literal["starting", "ok", "stopping", "stopped"] = "starting"
-        self._has_left = False
-        self.abandoned = 0
-        """Handlers that still ran when the run was over."""
-        self._stop_at: float | None = None
-        self._stop_changed = anyio.Event()
-        self.stop_was_asked = anyio.Event()
-        self._error: BaseException | None = None
-        self._connections: Connections | None = None
-        self._slots: Slots | None = None
-
-    # --- from outside ---
-
-    def stop(self, grace_seconds: float | None = None) -> None:
-        """Stop, and give handlers `grace_seconds` (default: the settings') from now. Never makes it longer."""
-        grace = self._settings.grace_seconds if grace_seconds is None else grace_seconds
-        at = time.monotonic() + grace
-        if self._stop_at is None or at < self._stop_at:
-            if self._stop_at is None:
-                logger.info("relay %s stops; handlers get %g s", self._relay_id, grace)
-            self._stop_at = at
-            self._stop_changed.set()
-            self.stop_was_asked.set()
-            if self._connections is not None:
-                self._connections.stops(self, at)
-
-    def stop_with(self, error: BaseException) -> None:
-        """Stop at once, because of an error that `run` raises in the end."""
-        self._error = self._error or error
-        self.stop(0.0)
 
     def health(self) -> Health:
         """Return how it is now."""
@@ -130,42 +89,6 @@ class Session:
             await connections.subscribe(tenant, self._relay_id, self._on_ring(tenant))
         if connections.listener is not None:
             connections.listener.on_catch_up(self._claimer.ring_all)
-
-    async def run(self, *, drain: bool = False) -> None:
-        """Work until stopped, or until the backlog is empty where `drain` is asked for.
-
-        Raises: the fault of a piece that died; SystemExit or KeyboardInterrupt of a handler.
-        """
-        assert self._connections is not None
-        self._connections.enter()
-        if self._stop_at is not None:
-            self._connections.stops(self, self._stop_at)
-        try:
-            async with anyio.create_task_group() as pieces:
-                await pieces.start(self._completer.run)
-                for piece in (self._deadlines, self._heartbeat, self._sweeper):
-                    pieces.start_soon(piece.run)
-                pieces.start_soon(self._run_claimer)
-                if self._stop_at is None:
-                    self.state = "ok"
-                    logger.info("relay %s works as %s", self._relay_id, self.instance_id)
-                if drain:
-                    pieces.start_soon(self._stop_when_drained)
-                await self.stop_was_asked.wait()
-                self.state = "stopping"
-                await self._finish()
-                self._leave()
-                pieces.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            # One fault is the rule, and its own type is what an owner can match on.
-            raise group.exceptions[0] if len(group.exceptions) == 1 else group from None
-        finally:
-            self._leave()
-            with anyio.CancelScope(shield=True):
-                await self._give_back()
-            self.state = "stopped"
-        if self._error is not None:
-            raise self._error
 
     def _make_pieces(self, connections: Connections) -> None:
         settings, metrics, database = self._settings, self._metrics, connections.database
@@ -212,7 +135,6 @@ class Session:
             deliver=self._deliver,
             metrics=metrics,
         )
-        self._claimer_ended = anyio.Event()
         self._heartbeat = Heartbeat(
             self._relay_id,
             self.instance_id,
@@ -270,104 +192,51 @@ class Session:
         # It may have been one of ours.
         self._heartbeat.ask([job.job_id])
 
-    # --- the stop ---
+    # --- what is special about its course ---
 
-    async def _run_claimer(self) -> None:
-        try:
-            await self._claimer.run()
-        finally:
-            self._claimer_ended.set()
+    def _names(self) -> str:
+        return self.works_on
 
-    async def _stop_when_drained(self) -> None:
-        slots, claimer = self._slots, self._claimer
-        assert slots is not None
+    def _pieces(self) -> Sequence[Piece]:
+        return self._deadlines, self._heartbeat, self._sweeper
 
-        def is_drained() -> bool:
-            # What is to be tried again soon is a part of the backlog.
-            soon = claimer.next_due_seconds <= self._settings.retry_cap_seconds
-            return len(slots) == 0 and claimer.has_nothing_to_do and not soon
+    def _is_drained(self) -> bool:
+        # What is to be tried again soon is a part of the backlog.
+        soon = self._claimer.next_due_seconds <= self._settings.retry_cap_seconds
+        return not self._slots and self._claimer.has_nothing_to_do and not soon
 
-        while not is_drained():
-            with anyio.move_on_after(0.05):
-                await self.stop_was_asked.wait()
-                return
-        self.stop()
-
-    async def _finish(self) -> None:
+    async def _ends_are_written(self) -> None:
         slots = self._slots
         assert slots is not None
-        self._claimer.stop()
-        self._executor.stop()
-        async with anyio.create_task_group() as waiting:
-            waiting.start_soon(self._cut_short, waiting.cancel_scope)
-            await self._claimer_ended.wait()
-            await slots.until(lambda: len(slots) == 0)
-            waiting.cancel_scope.cancel()
-        self._claimer.abandon()
-        if len(slots) == 0:
-            return
-        self._executor.cancel_all()
-        with anyio.move_on_after(_CANCEL_SECONDS):
-            await self._executor.until_idle()
-        with anyio.move_on_after(_WRITE_SECONDS):
-            await slots.until(lambda: all(slot.end is None for slot in slots))
+        await slots.until(lambda: all(slot.end is None for slot in slots))
 
-    async def _cut_short(self, scope: anyio.CancelScope) -> None:
-        """Cancel `scope` when the grace period is over, which may become shorter meanwhile."""
-        while True:
-            assert self._stop_at is not None
-            self._stop_changed = anyio.Event()
-            with anyio.move_on_after(self._stop_at - time.monotonic()) as timeout:
-                await self._stop_changed.wait()
-            if timeout.cancelled_caught:
-                scope.cancel()
-                return
+    def _is_unanswered(self) -> bool:
+        # A handler that refuses to end says nothing about it, nor does an end that was refused for its tenant's rights:
+        # what is given back is rung for on these connections.
+        return any(slot.end is not None and not self._completer.holds(slot) for slot in self._slots or ())
 
-    def _leave(self) -> None:
-        """Let go of the connections; cut them where the database has not answered the write of an end."""
-        if not self._has_left:
-            assert self._connections is not None
-            self._has_left = True
-            # A handler that refuses to end says nothing about them, nor does an end that was refused for its tenant's
-            # rights: what is given back is rung for on them.
-            unanswered = any(slot.end is not None and not self._completer.holds(slot) for slot in self._slots or ())
-            self._connections.leave(cut=self.state == "stopping" and unanswered)
+    async def _left(self) -> list[Slot]:
+        return [slot for slot in self._slots or () if slot.cause is not Cause.LOST and _is_unwritten(slot)]
+
+    async def _write_by_hand(self, left: list[Slot]) -> None:
+        assert self._connections is not None
+        await give_back(
+            left,
+            self._claimer,
+            relay_id=self._relay_id,
+            instance_id=self.instance_id,
+            connections=self._connections,
+            settled=self._executor.settled,
+            metrics=self._metrics,
+        )
 
     def _unwritten(self) -> int:
-        """How many jobs in hand have an end that is not written, or none."""
-        return sum(1 for slot in self._slots or () if slot.end or slot.state is not ENDED)
+        return sum(_is_unwritten(slot) for slot in self._slots or ())
 
-    async def _give_back(self) -> None:
-        """Write by hand what is still in hand: one try, bounded in time."""
-        slots, connections = self._slots, self._connections
-        if slots is None or connections is None:
-            return
-        self._executor.stop()
-        self._executor.cancel_all()
-        if self.state != "stopping":
-            # A piece died, and the handlers have not been told before.
-            with anyio.move_on_after(_CANCEL_SECONDS):
-                await self._executor.until_idle()
-        left = [slot for slot in slots if slot.cause is not Cause.LOST and (slot.end or slot.state is not ENDED)]
-        if left or self._claimer.lost:
-            with anyio.move_on_after(_GIVE_BACK_SECONDS) as timeout:
-                try:
-                    await give_back(
-                        left,
-                        self._claimer,
-                        relay_id=self._relay_id,
-                        instance_id=self.instance_id,
-                        connections=connections,
-                        settled=self._executor.settled,
-                        metrics=self._metrics,
-                    )
-                except RelayDispatchError as error:
-                    logger.warning("relay %s could not give back what it had: %s", self._relay_id, error)
-            if timeout.cancelled_caught:
-                connections.cut()
-        self.abandoned = self._executor.running + sum(slot.thread_runs for slot in slots)
-        if self.abandoned:
-            logger.error("relay %s leaves %d handlers behind that do not end", self._relay_id, self.abandoned)
-        if lost := self._unwritten():
-            logger.error("relay %s leaves %d jobs to their leases", self._relay_id, lost)
-        logger.info("relay %s has stopped", self._relay_id)
+    def _threads_left(self) -> int:
+        return sum(slot.thread_runs for slot in self._slots or ())
+
+
+def _is_unwritten(slot: Slot) -> bool:
+    """Whether it has an end that is not written, or none."""
+    return slot.end is not None or slot.state is not ENDED

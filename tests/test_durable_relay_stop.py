@@ -12,7 +12,7 @@ import pytest
 from dispatch_core.durable_models import ChunkStatus, JobStatus
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import ConnectionLostError
-from relay_sdk import ChunkContext, StopReason, chunk_session
+from relay_sdk import ChunkContext, StopReason, course
 from tests.support.chunks import KIND, SELDOM, Work, chunk_relay
 from tests.support.databases import TestDatabase
 from tests.support.eventually import HANGS, eventually
@@ -21,13 +21,13 @@ from tests.support.relays import Jobs, running
 
 pytestmark = pytest.mark.invariant("I9")
 
-GIVE_BACK_SECONDS = chunk_session._GIVE_BACK_SECONDS
+GIVE_BACK_SECONDS = course._GIVE_BACK_SECONDS
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the last write of a relay take any time: what it writes is one thing, and how long it may take another."""
-    monkeypatch.setattr(chunk_session, "_GIVE_BACK_SECONDS", HANGS)
+    monkeypatch.setattr(course, "_GIVE_BACK_SECONDS", HANGS)
 
 
 async def test_handlers_are_told_of_a_drain_at_once_and_may_end_at_a_safe_point(
@@ -180,7 +180,7 @@ async def test_a_claim_that_is_under_way_at_the_stop_is_given_back(
 async def test_a_stop_is_over_within_the_grace_and_three_seconds_though_the_database_is_away(
     database: TestDatabase, gateway: Any, monkeypatch: pytest.MonkeyPatch, mode: Any, idempotent: bool
 ) -> None:
-    monkeypatch.setattr(chunk_session, "_GIVE_BACK_SECONDS", GIVE_BACK_SECONDS)
+    monkeypatch.setattr(course, "_GIVE_BACK_SECONDS", GIVE_BACK_SECONDS)
     work = Work(gateway)
     job_id = await work.submit(4, idempotent=idempotent)
     async with TcpProxy.before(database.worker_dsn) as proxy:
