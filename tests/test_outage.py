@@ -191,9 +191,11 @@ async def test_a_crash_under_load_loses_nothing_that_was_accepted_and_repeats_no
 ) -> None:
     """I1, I2: the server dies without a checkpoint, twice, and is started again at once."""
     journal = Journal(tmp_path / "journal")
-    here = serve(new_relay(durable_database, **RELAY_SETTINGS), journal)
+    # No lease may run out while the server is away, however long this machine takes to start it again.
+    settings = {**RELAY_SETTINGS, "lease_seconds": 120.0}
+    here = serve(new_relay(durable_database, **settings), journal)
     async with (
-        relay_process(durable_database.worker_dsn, journal, "erp", "acme", **RELAY_SETTINGS),
+        relay_process(durable_database.worker_dsn, journal, "erp", "acme", **settings),
         running(here),
         open_client(durable_database.gateway_dsn, write_timeout_seconds=60) as client,
         anyio.create_task_group() as tasks,

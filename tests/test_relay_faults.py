@@ -199,7 +199,10 @@ async def test_a_lost_claim_brings_the_jobs_of_the_other_tenants_where_one_is_de
         for jobs, job_id in list(zip(everybody, ids, strict=True))[1:]:
             assert (await jobs.end(job_id)).status is SUCCEEDED
         assert await everybody[0].status(ids[0]) is CLAIMED
-        assert asked[1:5] == [["acme", "beta", "zeta"], ["acme"], ["beta"], ["zeta"]]
+        # The one that is denied is asked for again and again; on a slow machine before the last of the others.
+        assert asked[1] == ["acme", "beta", "zeta"]
+        assert [tenants for tenants in asked[2:] if tenants != ["acme"]] == [["beta"], ["zeta"]]
+        assert ["acme"] in asked
         deny = False
         assert (await everybody[0].end(ids[0])).attempt == 1
     assert relay.metrics.claims_recovered == 3
