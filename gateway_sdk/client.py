@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 # Below the three seconds that closing may last beyond its grace.
 _CUT_SECONDS: Final = 2.0
 
+# Of a start that has failed or is given up. Before that its listener may have taken two to put its connection away.
+_UNDO_SECONDS: Final = 0.5
+
 
 class GatewayClient:
     """Everything a gateway does, in one object for the whole process; an async context manager.
@@ -152,32 +155,44 @@ class GatewayClient:
         """
         if self._stack is not None:
             raise ConfigurationError("this client is open already")
-        async with AsyncExitStack() as stack:
-            database = await stack.enter_async_context(self._database())
-            await bounded(database, self._settings.core.command_timeout_seconds, _check)
-            tasks = await stack.enter_async_context(Tasks())
-            runtime = self._assemble(database, tasks)
-            stack.push_async_exit(partial(self._wind_down, runtime))
-            tasks.on_failure = partial(_failed, runtime)
-            if runtime.listener is not None:
-                await tasks.start(runtime.listener.run)
-            tasks.start_soon(runtime.doorbell.run)
-            tasks.start_soon(runtime.waiter.run)
-            if self._settings.sweep_interval_seconds > 0:
-                sweeper = Sweeper(database, runtime.doorbell, self._settings, also=[runtime.durable.sweep])
-                tasks.start_soon(sweeper.run)
-            self._runtime = runtime
-            if self._outbox is not None:
-                self._outbox.move_in(database, runtime.listener, self._settings.core)
-                stack.callback(self._outbox.move_out)
-                if self._outbox.is_on:
-                    # The last to begin and the first to end: its sinks may need all the rest.
-                    stack.push_async_callback(self._outbox.stop)
-                    await tasks.start(self._outbox.run)
-                else:
-                    self._outbox.warn_of_being_off()
-            self._stack = stack.pop_all()
+        timer: asyncio.TimerHandle | None = None
+        try:
+            async with AsyncExitStack() as stack:
+                database = await stack.enter_async_context(self._database())
+                try:
+                    await self._start(stack, database)
+                except BaseException:
+                    timer = asyncio.get_running_loop().call_later(_UNDO_SECONDS, database.terminate)
+                    raise
+                self._stack = stack.pop_all()
+        finally:
+            if timer is not None:
+                timer.cancel()
         return self
+
+    async def _start(self, stack: AsyncExitStack, database: Database) -> None:
+        await bounded(database, self._settings.core.command_timeout_seconds, _check)
+        tasks = await stack.enter_async_context(Tasks())
+        runtime = self._assemble(database, tasks)
+        stack.push_async_exit(partial(self._wind_down, runtime))
+        tasks.on_failure = partial(_failed, runtime)
+        if runtime.listener is not None:
+            await tasks.start(runtime.listener.run)
+        tasks.start_soon(runtime.doorbell.run)
+        tasks.start_soon(runtime.waiter.run)
+        if self._settings.sweep_interval_seconds > 0:
+            sweeper = Sweeper(database, runtime.doorbell, self._settings, also=[runtime.durable.sweep])
+            tasks.start_soon(sweeper.run)
+        self._runtime = runtime
+        if self._outbox is not None:
+            self._outbox.move_in(database, runtime.listener, self._settings.core)
+            stack.callback(self._outbox.move_out)
+            if self._outbox.is_on:
+                # The last to begin and the first to end: its sinks may need all the rest.
+                stack.push_async_callback(self._outbox.stop)
+                await tasks.start(self._outbox.run)
+            else:
+                self._outbox.warn_of_being_off()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

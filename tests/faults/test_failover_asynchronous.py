@@ -176,7 +176,7 @@ class Chunks(Room):
 
     async def claim(self, gateway: Connection, worker: Connection, by: str) -> list[JobLease]:
         claimed = await DurableRepository(worker).claim_next(
-            TENANT, self.job_id, holder=ME, token=new_id(), limit=COUNT, lease_seconds=60
+            TENANT, self.job_id, holder=ME, token=new_id(), limit=COUNT, lease_seconds=600
         )
         return [chunk.lease for chunk in claimed.chunks]
 
@@ -312,7 +312,7 @@ class Loads:
         return sorted((seq, version) for seq, version, _ in self.began)
 
 
-CHUNKS: dict[str, Any] = {"durable": {"lease_seconds": 20.0}, "poll_seconds": 0.5}
+CHUNKS: dict[str, Any] = {"durable": {"lease_seconds": 60.0}, "poll_seconds": 0.5}
 
 
 @dataclass
