@@ -112,7 +112,8 @@ begin
   begin
     v_base := nullif(v_parts[1], '')::pg_snapshot;
     v_upper := v_parts[2]::pg_snapshot;
-    v_xid := coalesce(v_parts[3]::xid8, v_xid);
+    -- Before PostgreSQL 16 any text is an xid8, of the value 0.
+    v_xid := coalesce(v_parts[3]::bigint::text::xid8, v_xid);
     v_n := coalesce(v_parts[4]::bigint, v_n);
   exception when data_exception then
     raise exception 'not a cursor of events' using errcode = 'S2020';
