@@ -77,6 +77,7 @@ async def run(seed: int, seconds: float, rate: float, files: Path) -> Evidence:
             group.start_soon(made.watch_transactions)
             group.start_soon(made.watch_cpu)
             await _all_at_work(made)
+            made.all_work()
             began = time.monotonic()
             await faults.run()
             await anyio.sleep(max(0.0, began + seconds - time.monotonic()))

@@ -21,6 +21,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
@@ -42,7 +43,7 @@ from dispatch_core.errors import (
 from dispatch_core.ids import new_id
 from gateway_sdk import ChunkSpec, DispatchRequest, GatewayClient, TenantClient
 from tests.chaos.journal import Journal, open_journal
-from tests.chaos.rig import USERS
+from tests.chaos.rig import ALL_WORK, USERS
 from tests.chaos.roster import NOT_REACHED, TENANTS
 
 logger = logging.getLogger("chaos")
@@ -51,6 +52,8 @@ CHUNKS: Final = 8
 ROWS: Final = 50
 """Of a chunk of an import."""
 IMPORT_EVERY_SECONDS: Final = 8.0
+STARTING: Final = 0.1
+"""Of the rate, until every process is at work: where load takes the whole machine, none would come so far."""
 BURST_EVERY_SECONDS: Final = 12.0
 BURST_SECONDS: Final = 4.0
 """Of this gateway's rate, at once: so that relays have a backlog to work off."""
@@ -255,7 +258,7 @@ async def guarded(journal: Journal, call: Callable[[], Awaitable[None]]) -> None
         logger.exception("not foreseen")
 
 
-async def main(name: str, journal_dsn: str, rate: float, seed: int) -> None:
+async def main(name: str, journal_dsn: str, all_work: Path, rate: float, seed: int) -> None:
     async with open_journal(journal_dsn, name) as journal, GatewayClient() as client:
         users = Users(client, journal, random.Random(seed))
         logger.info("gateway %s works", name)
@@ -267,10 +270,13 @@ async def main(name: str, journal_dsn: str, rate: float, seed: int) -> None:
             group.start_soon(guarded, journal, users.imports)
             group.start_soon(guarded, journal, partial(users.bursts, round(rate * BURST_SECONDS)))
             at = time.monotonic()
+            until_all_work = 1 / STARTING
             while True:
                 group.start_soon(guarded, journal, users.one)
+                if until_all_work > 1 and all_work.exists():
+                    until_all_work = 1.0
                 # After a stop it goes on at its rate, and does not make good for what it has missed.
-                at = max(at + 1 / rate, time.monotonic() - 0.5)
+                at = max(at + until_all_work / rate, time.monotonic() - 0.5)
                 await anyio.sleep(max(0.0, at - time.monotonic()))
 
 
@@ -285,7 +291,8 @@ async def stop_on_sigterm(scope: anyio.CancelScope, *, task_status: TaskStatus[N
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(name)s %(levelname)s %(message)s")
     try:
-        anyio.run(partial(main, sys.argv[1], sys.argv[2], float(sys.argv[4]), int(sys.argv[5])))
+        all_work = Path(sys.argv[3]).with_name(ALL_WORK)
+        anyio.run(partial(main, sys.argv[1], sys.argv[2], all_work, float(sys.argv[4]), int(sys.argv[5])))
     except* DatabaseUnavailableError as group:
         # At the start, which is the supervisor's to repeat.
         logger.warning("not started: %s", group.exceptions)

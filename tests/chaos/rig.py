@@ -30,6 +30,8 @@ DATABASE = "chaos"
 IDLE_SECONDS = 4.0
 """Less than the longest handlers last, and more than a process takes from one statement to the next."""
 SAMPLE_SECONDS = 0.25
+ALL_WORK = "all-work"
+"""A file: gateways send at their whole rate once it is there."""
 USERS = "users"
 """Name of the sessions in which users of a gateway have transactions of their own."""
 START_SECONDS = 30.0
@@ -220,12 +222,17 @@ class Rig(Disturbed):
         self.locked: list[tuple[float, float]] = []
         """When we had rows of the queue locked, by the wall clock."""
         self.waits = Waits()
+        (files / ALL_WORK).unlink(missing_ok=True)
         self.server_busy = anyio.Lock()
         self.stopping = False
 
     @property
     def admin_dsn(self) -> str:
         return self.server.admin_dsn_of(DATABASE)
+
+    def all_work(self) -> None:
+        """Tell the gateways that every process is at work."""
+        (self.files / ALL_WORK).touch()
 
     async def admin(self) -> asyncpg.Connection[Any]:
         """Connect as the superuser, by no proxy."""

@@ -159,11 +159,13 @@ async def fleet(pair: Pair, journal_dsn: str, files: Path) -> AsyncIterator[Flee
             made.members[member] = Member(member, f"{dsn}&sslmode=disable", ways[0], made)
         pair.ports = ()
         group = await stack.enter_async_context(anyio.create_task_group())
+        made.all_work()
         try:
             began = time.monotonic()
             for each in made.members.values():
                 await each.start()
             group.start_soon(made.watch)
+            group.start_soon(made.watch_cpu)
             await eventually(lambda: both(made, began), 40, 0.2, message="everybody works:")
             yield made
         finally:
