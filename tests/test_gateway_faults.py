@@ -13,11 +13,12 @@ import pytest
 from pydantic import SecretStr
 
 from dispatch_core.errors import ConnectionLostError, DatabaseUnavailableError, RelayDispatchError, WaitTimeoutError
-from gateway_sdk import DispatchRequest, DispatchResult, DispatchStatus
+from gateway_sdk import DispatchRequest, DispatchResult, DispatchStatus, TenantClient
 from gateway_sdk.sweeper import Sweeper
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually
+from tests.support.eventually import HANGS, eventually
 from tests.support.gateway import Connection, PlayedRelay, open_client
+from tests.support.patience import still, within
 from tests.support.proxy import TcpProxy
 
 NEVER = 600.0
@@ -26,6 +27,15 @@ NEVER = 600.0
 @pytest.fixture
 def relay(worker: Connection) -> PlayedRelay:
     return PlayedRelay(worker, "acme", "erp")
+
+
+async def stored(acme: TenantClient, ttl: float = 60) -> UUID:
+    """Store a job, also where the machine is busier than the client's bounds allow for."""
+    while True:
+        try:
+            return await acme.enqueue("erp", "Op", ttl=ttl)
+        except DatabaseUnavailableError:
+            await anyio.sleep(0.1)
 
 
 @pytest.mark.invariant("I1")
@@ -97,19 +107,23 @@ async def test_nobody_waits_longer_than_promised_on_a_black_hole(database: TestD
         open_client(proxy.dsn(database.gateway_dsn), write_timeout_seconds=1.5, connect_timeout_seconds=1.0) as client,
     ):
         acme = client.tenant("acme")
+        # All is well, and warm; and nobody minds how long that takes.
         with pytest.raises(WaitTimeoutError):
-            await acme.call("erp", "Op", timeout=1.0)  # all is well, and warm; time enough to be stored, on any machine
-        late = await acme.enqueue("erp", "Op", ttl=2.5)
-        alive = await acme.enqueue("erp", "Op", ttl=60)
+            await acme.wait(await stored(acme), timeout=0.2)
+        alive = await stored(acme)
+        late = await stored(acme, ttl=5)
         outcomes: dict[str, tuple[float, BaseException | DispatchResult]] = {}
 
+        took: dict[str, float] = {}
+
         async def measure(name: str, call: object) -> None:
-            started = time.monotonic()
+            started, began = still(), time.monotonic()
             try:
                 outcome: BaseException | DispatchResult = await call  # type: ignore[misc]
             except RelayDispatchError as error:
                 outcome = error
-            outcomes[name] = (time.monotonic() - started, outcome)
+            outcomes[name] = (still() - started, outcome)
+            took[name] = time.monotonic() - began
 
         async with anyio.create_task_group() as group:
             group.start_soon(measure, "deadline", acme.wait(late))
@@ -126,7 +140,7 @@ async def test_nobody_waits_longer_than_promised_on_a_black_hole(database: TestD
             group.start_soon(measure, "poll", acme.poll_status(alive))
             group.start_soon(measure, "mark", acme.mark_expired(alive))
         bounds = {
-            "deadline": 2.5 + client.settings.deadline_grace_seconds,
+            "deadline": 5 + client.settings.deadline_grace_seconds,
             "timeout": 2.0,
             "call": 1.0,
             "keyed call": 1.0,
@@ -141,7 +155,7 @@ async def test_nobody_waits_longer_than_promised_on_a_black_hole(database: TestD
             # Putting a dead connection away may take two seconds more, where no timeout of the caller's is at stake.
             slack = 0.3 if name in ("deadline", "timeout", "call") else 2.5
             assert seconds <= bounds[name] + slack, (name, seconds)
-        assert outcomes["timeout"][0] >= 1.9
+        assert took["timeout"] >= 1.9
         proxy.mode = "pass"
         with anyio.fail_after(10):
             await eventually(lambda: client.health().state == "listening")
@@ -158,16 +172,16 @@ async def test_withdrawals_that_come_one_after_the_other_on_a_black_hole_each_en
         open_client(proxy.dsn(database.gateway_dsn), write_timeout_seconds=1.0) as client,
     ):
         acme = client.tenant("acme")
-        job_id = await acme.enqueue("erp", "Op")
+        job_id = await stored(acme)
         proxy.mode = "black_hole"
         lasted: list[float] = []
 
         async def withdraw() -> None:
-            started = time.monotonic()
+            started = still()
             with pytest.raises(DatabaseUnavailableError) as caught:
                 await acme.mark_expired(job_id)
             assert caught.value.job_id == job_id
-            lasted.append(time.monotonic() - started)
+            lasted.append(still() - started)
 
         async with anyio.create_task_group() as group:
             for _ in range(4):
@@ -190,20 +204,22 @@ async def test_with_the_database_down_a_wait_raises_at_its_timeout_and_at_the_de
     ):
         acme = client.tenant("acme")
         job_id = await acme.enqueue("erp", "Op", ttl=60)
-        deadline = await acme.enqueue("erp", "Op", ttl=1.5)
+        began = time.monotonic()
+        deadline = await acme.enqueue("erp", "Op", ttl=4)
         back = await acme.enqueue("erp", "Op", ttl=60)
-        ends: dict[str, tuple[float, BaseException | DispatchResult]] = {}
+        ends: dict[str, tuple[float, float, BaseException | DispatchResult]] = {}
 
         async def wait(name: str, job_id: UUID, timeout: float | None) -> None:
-            started = time.monotonic()
+            started = still()
             try:
                 outcome: BaseException | DispatchResult = await acme.wait(job_id, timeout)
             except DatabaseUnavailableError as error:
                 outcome = error
-            ends[name] = (time.monotonic() - started, outcome)
+            ends[name] = (still() - started, time.monotonic() - began, outcome)
 
         async with anyio.create_task_group() as group:
-            group.start_soon(wait, "timeout", job_id, 1.0)
+            # Long enough for the database to be gone before, on any machine.
+            group.start_soon(wait, "timeout", job_id, 3.0)
             group.start_soon(wait, "deadline", deadline, None)
             group.start_soon(wait, "back", back, 30)
             await eventually(lambda: client.health().polled >= 3)
@@ -213,12 +229,13 @@ async def test_with_the_database_down_a_wait_raises_at_its_timeout_and_at_the_de
             jobs = await relay.claim()
             await relay.complete([job for job in jobs if job.job_id == back])
             proxy.mode = "pass"
-        for name, job, at in (("timeout", job_id, 1.0), ("deadline", deadline, 1.5)):
-            seconds, outcome = ends[name]
+        for name, job, at in (("timeout", job_id, 3.0), ("deadline", deadline, 4.0)):
+            waited, by_the_clock, outcome = ends[name]
             assert isinstance(outcome, DatabaseUnavailableError)
             assert (outcome.job_id, outcome.retryable) == (job, True)
-            assert at - 0.3 <= seconds <= at + 0.4, name
-        result = ends["back"][1]
+            assert by_the_clock >= at - 0.3, name
+            assert waited <= at + 0.4, name
+        result = ends["back"][2]
         assert isinstance(result, DispatchResult)
         assert result.status is DispatchStatus.SUCCEEDED
 
@@ -229,7 +246,7 @@ async def test_every_verb_is_a_retryable_error_while_the_database_is_down(databa
         open_client(proxy.dsn(database.gateway_dsn), write_timeout_seconds=0.5, poll_timeout_seconds=0.5) as client,
     ):
         acme = client.tenant("acme")
-        job_id = await acme.enqueue("erp", "Op")
+        job_id = await stored(acme)
         proxy.mode = "reset"
         calls: dict[str, Callable[[], Awaitable[object]]] = {
             "enqueue": lambda: acme.enqueue("erp", "Op"),
@@ -240,12 +257,12 @@ async def test_every_verb_is_a_retryable_error_while_the_database_is_down(databa
             "mark_expired": lambda: acme.mark_expired(job_id),
         }
         for name, call in calls.items():
-            started = time.monotonic()
+            started = still()
             with pytest.raises(DatabaseUnavailableError) as caught:
                 await call()
             assert caught.value.job_id is not None, name
             assert caught.value.retryable
-            assert time.monotonic() - started < 2, name
+            assert still() - started < 2, name
         with pytest.raises(DatabaseUnavailableError):
             await acme.enqueue_many([DispatchRequest("erp", "Op")])
         with pytest.raises(DatabaseUnavailableError):
@@ -348,12 +365,12 @@ async def test_a_pool_that_is_busy_is_waited_for_and_no_longer_than_promised(dat
     ):
         acme = client.tenant("acme")
         async with pool.acquire():
-            started = time.monotonic()
+            started = still()
             with pytest.raises(DatabaseUnavailableError) as caught:
                 await acme.enqueue("erp", "Op")
-            assert time.monotonic() - started < 1
+            assert still() - started < 1
             assert caught.value.job_id is not None
-        await acme.enqueue("erp", "Op")
+        await stored(acme)
 
 
 async def test_no_statement_on_a_dead_connection_of_a_callers_pool_is_without_a_bound(database: TestDatabase) -> None:
@@ -363,9 +380,9 @@ async def test_no_statement_on_a_dead_connection_of_a_callers_pool_is_without_a_
         asyncpg.create_pool(proxy.dsn(database.gateway_dsn), min_size=1, max_size=1) as pool,
     ):
         settings = {"listen_dsn": SecretStr(database.gateway_dsn), "write_timeout_seconds": 5.0}
-        settings |= {"command_timeout_seconds": 0.3, "poll_timeout_seconds": 0.3}
+        settings |= {"command_timeout_seconds": 1.0, "poll_timeout_seconds": 1.0}
         proxy.connections[0].mode = "black_hole"
-        with anyio.fail_after(5), pytest.raises(DatabaseUnavailableError):
+        with anyio.fail_after(HANGS), within(5), pytest.raises(DatabaseUnavailableError):
             async with open_client(None, pool=pool, **settings):
                 pass
         async with open_client(None, pool=pool, **settings) as client:
@@ -377,13 +394,13 @@ async def test_no_statement_on_a_dead_connection_of_a_callers_pool_is_without_a_
                 "sweep": sweeper.sweep,
                 "ring without a listener": lambda: runtime.database.execute("select 1"),
                 # The name of the channel is asked for, and the job, one after the other.
-                "wait": lambda: acme.wait(job_id, timeout=1),
+                "wait": lambda: acme.wait(job_id, timeout=3),
             }
             for name, call in calls.items():
                 job_id = await acme.enqueue("erp", "Op")
                 (connection,) = [each for each in proxy.connections if each.mode == "pass"]
                 connection.mode = "black_hole"
-                with anyio.fail_after(5):
+                with anyio.fail_after(HANGS), within(5):
                     with pytest.raises(RelayDispatchError) as caught:
                         await call()
                     assert caught.value.retryable, name
