@@ -353,7 +353,8 @@ async def test_a_command_ends_in_time_at_a_signal(
     text = said.decode()
     for word in ("Warning", "never retrieved", "never awaited", "was destroyed", "Traceback"):
         assert word not in text, text
-    if command in ("wait", "watch"):
+    # With the server stopped it may end with that error, before the signal has come.
+    if command in ("wait", "watch") and how == "black_hole":
         assert process.returncode == 128 + number, text
 
 
