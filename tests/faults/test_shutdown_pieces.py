@@ -338,6 +338,11 @@ async def test_a_command_ends_in_time_at_a_signal(
             group.start_soon(read, process.stderr)
             listens = "select count(*) from pg_stat_activity where application_name like '%listener%' and datname = $1"
             await eventually(lambda: gateway.fetchval(listens, durable_database.name), 60)
+            if command == "wait":
+                # It listens before it has started; and then it ends by itself when there is no server.
+                polls = "select count(*) from pg_stat_activity where query like '%relay.poll%' and datname = $1"
+                polls += " and pid <> pg_backend_pid()"
+                await eventually(lambda: gateway.fetchval(polls, durable_database.name), 60)
             if command == "run":
                 await eventually(lambda: _is_claimed(gateway, job_id), 60)
             await take_away(how, way, durable_server)
