@@ -153,15 +153,10 @@ class _Look:
         async with TaskGroup() as group:
             listener = Listener(listen_dsn, name="watch", application_name="relay-dispatch durable", max_channels=1)
             listener.on_catch_up(bell.wake)
-            try:
-                await group.start(listener.run)
-                if channel is not None:
-                    await listener.subscribe(channel, bell.rung)
-                job = await self._until_over(room, tenant, bell)
-            except BaseException:
-                # Its good-bye may take as long as that of the other connection, and the one comes after the other.
-                listener.terminate()
-                raise
+            await group.start(listener.run)
+            if channel is not None:
+                await listener.subscribe(channel, bell.rung)
+            job = await self._until_over(room, tenant, bell)
             group.cancel_scope.cancel()
         return job
 
