@@ -298,8 +298,8 @@ def _waited(e: Evidence, stop: Stop) -> float:
 def _handlers_have_no_grace(e: Evidence, stop: Stop) -> Wrong:
     """Find handlers that were interrupted, and claims that were given up, before the grace was over."""
     moves = e.moves_by_job()
-    if e.waits.between(stop.process, stop.at - LEASE_SECONDS, stop.at + GRACE_SECONDS) > 1:
-        return  # a lease may be lost for want of a CPU, which interrupts a handler at once
+    if e.waits.between(stop.process, stop.at - LEASE_SECONDS, stop.at + GRACE_SECONDS) > LEASE_SECONDS * 2 / 3:
+        return  # a lease, renewed at each third of it, may be lost for want of a CPU: that interrupts a handler at once
     for note in e.notes["interrupted"]:
         assert note.job_id is not None
         name = (note.tenant, note.job_id)

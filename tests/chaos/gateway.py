@@ -57,8 +57,8 @@ STARTING: Final = 0.1
 BURST_EVERY_SECONDS: Final = 12.0
 BURST_SECONDS: Final = 4.0
 """Of this gateway's rate, at once: so that relays have a backlog to work off."""
-LONG_SECONDS: Final = 7.0
-"""Of few handlers: more than two leases, and longer than a transaction may be found open."""
+LONG_SECONDS: Final = 12.0
+"""Of few handlers: several leases, and thrice what a transaction may be found open."""
 
 
 class Users:
