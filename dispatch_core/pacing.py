@@ -65,6 +65,8 @@ class Pace:
         self._trying = False
         # When the last failure was noted, and when the try began that it was of.
         self._failed_at = self._failed_since = -math.inf
+        self._silent: object = None
+        """The try whose silence was the last failure."""
         self._changed = anyio.Event()
         self._opened = anyio.Event()
 
@@ -135,34 +137,50 @@ class Pace:
             return None  # another task has begun one since this one was made
         self.tries += 1
         self._trying = self._trying or proves
+        this = object()
+        silence = None
+        if self._silence_counts:
+            silence = asyncio.get_running_loop().call_later(SILENT_SECONDS, self._note_silence, this, began)
         try:
             opened = await attempt(proves)
         except Exception as error:
-            if began >= self._failed_at:  # else it is one of several beside each other
+            was_silent = self._silent is this
+            if began >= self._failed_at or was_silent:  # else it is one of several beside each other
                 self.last_error = again(error)  # without the frames that the first one holds on to
                 self._failed_since = began
                 self._is_refused = refuses(error)
-                self._fail()
+                self._fail(is_counted=was_silent)
             raise
         except BaseException:
             # Given up by its caller. Those who wait are told nothing by it, and one of them is next.
-            if self._silence_counts and began >= self._failed_at:
-                if time.monotonic() - began >= SILENT_SECONDS:
-                    self._fail()
-                elif proves:
-                    # Callers in haste shall neither make a loop of tries nor have the pauses grow.
-                    self._not_before = max(self._not_before, began + SILENT_SECONDS / 2)
+            if self._silent is this:
+                self._fail(is_counted=True)
+            elif self._silence_counts and proves and began >= self._failed_at:
+                # Callers in haste shall neither make a loop of tries nor have the pauses grow.
+                self._not_before = max(self._not_before, began + SILENT_SECONDS / 2)
             raise
         finally:
+            if silence is not None:
+                silence.cancel()
             if proves:
                 self._trying = False
                 self._tell()
-        if proves:  # the others began before anybody was held back
+        # Without a proof it began before anybody was held back; by its own silence at the most.
+        if proves or (self._silent is this and not self._is_suspect):
             self._succeed()
         return opened
 
-    def _fail(self) -> None:
-        self.failures += 1
+    def _note_silence(self, this: object, began: float) -> None:
+        # It goes on; only the others are to know, and those who look at `failures`.
+        if began >= self._failed_at:
+            self.failures += 1
+            self._failed_at = time.monotonic()
+            self._silent = this
+            self._tell()
+
+    def _fail(self, *, is_counted: bool) -> None:
+        self.failures += not is_counted
+        self._silent = None
         cap = REFUSED_CAP_SECONDS if self._is_refused else self._cap
         # The first is followed by another at once: mostly it is one connection that was lost and no server.
         pause = full_jitter(self.failures - 1, self._base, cap) if self.failures > 1 else 0.0
@@ -171,7 +189,7 @@ class Pace:
         self._tell()
 
     def _succeed(self) -> None:
-        self.failures, self.last_error = 0, None
+        self.failures, self.last_error, self._silent = 0, None, None
         self._is_suspect = self._is_refused = self.must_write = False
         self._tell()
         opened, self._opened = self._opened, anyio.Event()

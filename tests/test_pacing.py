@@ -13,6 +13,7 @@ import anyio.lowlevel
 import asyncpg
 import pytest
 
+from dispatch_core import pacing
 from dispatch_core.database import Database, connect
 from dispatch_core.errors import ConnectionLostError, DatabaseError, DatabaseUnavailableError
 from dispatch_core.pacing import Pace, pace_of
@@ -154,6 +155,23 @@ async def test_a_caller_in_haste_says_nothing_of_a_server_that_was_well() -> Non
     with anyio.move_on_after(0.01):
         await server.ask()
     assert not server.pace.is_held
+
+
+async def test_a_try_that_is_silent_counts_as_failed_while_it_goes_on_and_never_did_if_it_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else nobody knew of an outage before a connect's timeout is over: a try outlives its caller."""
+    monkeypatch.setattr(pacing, "SILENT_SECONDS", 0.01)
+    server = Server()
+    for says in (None, DatabaseUnavailableError("away")):
+        server.says, server.silent = says, anyio.Event()
+        async with anyio.create_task_group() as group:
+            group.start_soon(asked_by, 1, server.ask)
+            await eventually(lambda: server.pace.is_held)
+            assert server.pace.failures == 1
+            server.silent.set()
+        assert server.pace.failures == (0 if says is None else 1)
+    assert str(server.pace.last_error) == "away"
 
 
 async def test_of_tries_that_are_carried_by_tasks_of_their_own_one_begins_and_the_rest_wait_for_it() -> None:
