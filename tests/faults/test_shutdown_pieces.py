@@ -75,6 +75,8 @@ async def test_what_is_idle_closes_in_time_before_anybody_has_noticed(
                 living.append(asyncio.create_task(live(what, opened)))
                 await opened.wait()
             await eventually(lambda: relay.health().status == "ok" and client.health().state == "listening")
+            # With its first claim still on the way it would not be idle, and would have its grace.
+            await eventually(lambda: relay.metrics.claims_empty)
             await take_away(how, way, durable_server)
             with within(BEYOND_SECONDS):
                 relay.stop()
