@@ -962,12 +962,14 @@ class Database:
                 anyio.CancelScope(shield=True),
                 contextlib.suppress(asyncpg.InterfaceError, asyncpg.PostgresError, OSError),
             ):
-                if not kept.conn.is_closed() and kept.conn.is_in_transaction():
-                    # A cancellation has cut its rollback short. The driver makes up for that too, but logs an error.
-                    with anyio.move_on_after(_PUT_AWAY_SECONDS) as timeout:
-                        await kept.conn.execute("ROLLBACK")
-                    if timeout.cancelled_caught:
-                        kept.conn.terminate()
+                try:
+                    if not kept.conn.is_closed() and kept.conn.is_in_transaction():
+                        # A cancellation has cut its rollback short. The driver makes up for that, but logs an error.
+                        with anyio.fail_after(_PUT_AWAY_SECONDS):
+                            await kept.conn.execute("ROLLBACK")
+                except (asyncpg.InterfaceError, asyncpg.PostgresError, OSError):  # a timeout is an OSError
+                    kept.conn.terminate()
+                # In any case: what is not released the driver's pool counts as lent for ever.
                 await pool.release(kept.conn, timeout=_PUT_AWAY_SECONDS)
         finally:
             if time.monotonic() - began >= _PUT_AWAY_SECONDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import Any, TypeAlias
@@ -33,7 +34,7 @@ from dispatch_core.errors import (
 from dispatch_core.tenancy import bypasses_row_security, warn_if_bypassing
 from tests.support.activity import terminate, wait_until_statement_runs
 from tests.support.databases import TestDatabase
-from tests.support.eventually import eventually
+from tests.support.eventually import HANGS, eventually
 from tests.support.pooler import FakePooler
 from tests.support.proxy import TcpProxy
 
@@ -347,6 +348,22 @@ async def test_a_cancelled_statement_is_cancelled_on_the_server_and_its_connecti
         assert state == "idle"
         ((same,),) = await pool.execute("select pg_backend_pid()")
         assert same == pid
+
+
+@pytest.mark.case("C29")
+async def test_a_connection_that_cannot_be_rolled_back_is_cut_and_its_place_is_free_again(
+    database: TestDatabase,
+) -> None:
+    """Left in the driver's pool as lent, it would make the pool smaller by one for ever."""
+    async with Database(database.gateway_dsn, min_size=0, max_size=1) as pool:
+        async with pool.connection() as conn:
+            await conn.execute("begin")
+            under_way = asyncio.create_task(conn.execute("select pg_sleep(600)"))
+            await asyncio.sleep(0)
+        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)):
+            await under_way
+        async with pool.connection(HANGS) as conn:
+            assert await conn.fetchval("select 1") == 1
 
 
 @pytest.mark.case("C29")
