@@ -54,6 +54,7 @@ class Endpoint:
         self.body = b""
         self.silent = False
         self.port = 0
+        self.serving: set[asyncio.Task[Any]] = set()
 
     @property
     def url(self) -> str:
@@ -61,6 +62,9 @@ class Endpoint:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self.serving.add(task)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -89,6 +93,10 @@ async def endpoint() -> AsyncIterator[Endpoint]:
         yield it
     finally:
         server.close()
+        # One that is silent waits for ever, and would be found by the collector in another test's time.
+        for task in it.serving:
+            task.cancel()
+        await asyncio.gather(*it.serving, return_exceptions=True)
 
 
 @asynccontextmanager
