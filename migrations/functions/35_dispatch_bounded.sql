@@ -10,7 +10,7 @@
 -- Both count at each call, up to the bound and no further, along the indexes of what waits: 0.4 µs a job. Nothing is kept of
 -- it, because a counter that enqueues and claims both write is a row that they all wait for. Who enqueues often counts
 -- seldom instead: `counted` tells what there was, and with so much room the next calls can be relay.enqueue
--- (gateway_sdk/backlog.py).
+-- (gateway_sdk/backlogs.py).
 --
 -- Not serializable: what others are enqueuing at the same moment is not counted.
 
