@@ -51,6 +51,7 @@ from dispatch_core.pacing import SILENT_SECONDS, Pace, pace_of
 from dispatch_core.task_groups import TaskGroup
 
 __all__ = [
+    "DRIVER_ERRORS",
     "Connection",
     "Database",
     "as_opened",
@@ -117,6 +118,18 @@ _STALE_STATEMENT: Final = frozenset({"26000", "42P05"})
 """A prepared statement is unknown, or there already: another backend answers, as behind a transaction pooler."""
 
 
+DRIVER_ERRORS: Final = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    # What the driver says of a session that has been ended, until its socket is seen to close (seen in asyncpg 0.31):
+    # "cannot switch to state 15; another operation (2) is in progress". It is neither of the two above.
+    asyncpg.InternalClientError,
+    OSError,  # a timeout too
+    EOFError,
+)
+"""All that a statement may raise when the database, or the way to it, is at fault; the only list of them."""
+
+
 class mapped_errors:  # noqa: N801  (reads as a function: `with mapped_errors():`)
     """Raise ours for what the driver raises inside; let everything else pass, cancellation above all.
 
@@ -176,7 +189,10 @@ def translate(
             return DatabaseUnavailableError(f"the connection is closed: {error}", job_id=job_id)
         return DatabaseError(str(error), job_id=job_id)
     if isinstance(error, asyncpg.InternalClientError):
-        return broken(f"the connection is unusable: {error}", job_id=job_id)
+        # Raised before anything is sent, but for the one of an answer that it cannot read.
+        sent = "unknown error" in str(error) or "cannot process" in str(error)
+        kind = ConnectionLostError if sent and not connecting else DatabaseUnavailableError
+        return kind(f"the connection is unusable: {error}", job_id=job_id)
     return None
 
 
@@ -960,14 +976,14 @@ class Database:
             # A rollback that fails is no error of the block's: the driver has cut the connection then.
             with (
                 anyio.CancelScope(shield=True),
-                contextlib.suppress(asyncpg.InterfaceError, asyncpg.PostgresError, OSError),
+                contextlib.suppress(*DRIVER_ERRORS),
             ):
                 try:
                     if not kept.conn.is_closed() and kept.conn.is_in_transaction():
                         # A cancellation has cut its rollback short. The driver makes up for that, but logs an error.
                         with anyio.fail_after(_PUT_AWAY_SECONDS):
                             await kept.conn.execute("ROLLBACK")
-                except (asyncpg.InterfaceError, asyncpg.PostgresError, OSError):  # a timeout is an OSError
+                except DRIVER_ERRORS:
                     kept.conn.terminate()
                 # In any case: what is not released the driver's pool counts as lent for ever.
                 await pool.release(kept.conn, timeout=_PUT_AWAY_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any, TypeAlias
@@ -299,6 +300,49 @@ async def test_a_killed_connection_is_replaced(database: TestDatabase, admin: Ad
                 await pool.execute("select pg_sleep(30)")
         ((other,),) = await pool.execute("select pg_backend_pid()")
         assert other != pid
+
+
+async def ended_unseen(admin: Admin, proxy: TcpProxy, pid: int) -> None:
+    """End a session so that its client reads that it was, and does not see its socket close."""
+    (line,) = proxy.connections
+    proxy.holds_ends, before = True, line.bytes_down
+    await terminate(admin, pid)
+    await eventually(lambda: line.bytes_down > before)
+    for _ in range(3):  # the client's turns at the event loop
+        await anyio.lowlevel.checkpoint()
+    proxy.holds_ends = False  # for those who come now
+
+
+async def test_a_session_that_was_ended_while_its_socket_stays_open_is_sent_nothing_and_replaced(
+    database: TestDatabase, admin: Admin
+) -> None:
+    dsn = database.gateway_dsn
+    async with TcpProxy.before(dsn) as proxy, Database(proxy.dsn(dsn), min_size=1, max_size=1) as pool:
+        ((pid,),) = await pool.execute("select pg_backend_pid()")
+        await ended_unseen(admin, proxy, pid)
+        with pytest.raises(DatabaseUnavailableError) as caught:
+            await pool.execute("select 1")
+        assert not isinstance(caught.value, ConnectionLostError)
+        assert isinstance(caught.value.__cause__, asyncpg.InternalClientError)
+        ((other,),) = await pool.execute("select pg_backend_pid()")
+        assert other != pid
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["block-ends", "block-fails"])
+async def test_a_transaction_left_open_on_a_session_that_was_ended_gives_its_place_back(
+    database: TestDatabase, admin: Admin, fails: bool
+) -> None:
+    """Its rollback fails in the driver with an error that is none of PostgreSQL's, and none of its interface."""
+    dsn = database.gateway_dsn
+    async with TcpProxy.before(dsn) as proxy, Database(proxy.dsn(dsn), min_size=1, max_size=1) as pool:
+        for _ in range(3):
+            with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+                async with pool.connection() as conn:
+                    await conn.execute("begin")
+                    await ended_unseen(admin, proxy, await conn.fetchval("select pg_backend_pid()"))
+                    if fails:
+                        raise KeyError
+            assert await pool.execute("select 1") == [(1,)]
 
 
 async def test_one_broken_connection_retires_the_others_of_its_age(database: TestDatabase) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import anyio
+import anyio.lowlevel
 import asyncpg
 import pytest
 
@@ -18,6 +19,7 @@ from dispatch_core.errors import (
     SchemaMismatchError,
 )
 from dispatch_core.migrate import MigrationReport, StepEvent, as_sql, migrate, plan, verify
+from dispatch_core.migrate.connection import connect, migration_lock
 from dispatch_core.migrate.files import load
 from dispatch_core.migrate.sql import LOCK_KEY
 from dispatch_core.migrate.sqltext import split_statements
@@ -25,6 +27,7 @@ from tests.support.activity import terminate, wait_until_blocked, wait_until_sta
 from tests.support.databases import TestDatabase
 from tests.support.eventually import HANGS, eventually
 from tests.support.migrations import FUNCTION, FUNCTIONS, INDEX, ONE, TABLES, TWO, history, relations, write_migrations
+from tests.support.proxy import TcpProxy
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
@@ -306,6 +309,22 @@ async def test_runs_that_are_killed_at_any_moment_never_leave_half_a_step(
             break
     assert killed > 5
     assert await history(observer) == [*names, "functions"]
+
+
+async def test_a_session_that_is_ended_between_two_statements_gives_up_the_lock_without_a_word(
+    bare_database: TestDatabase, observer: Connection
+) -> None:
+    """Its socket stays open: the driver then has an error of its own for the next statement, the unlocking."""
+    async with TcpProxy.before(bare_database.admin_dsn) as proxy, connect(proxy.dsn(bare_database.admin_dsn)) as conn:
+        proxy.holds_ends, (line,) = True, proxy.connections
+        async with migration_lock(conn, 1, pytest.fail):
+            before = line.bytes_down
+            await terminate(observer, conn.get_server_pid())
+            await eventually(lambda: line.bytes_down > before)
+            for _ in range(3):  # the client's turns at the event loop
+                await anyio.lowlevel.checkpoint()
+        async with connect(bare_database.admin_dsn) as other, migration_lock(other, 1, pytest.fail):
+            pass
 
 
 async def test_a_run_that_is_cancelled_leaves_nothing_and_frees_the_lock(

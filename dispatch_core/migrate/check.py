@@ -8,7 +8,7 @@ from pathlib import Path
 
 import asyncpg
 
-from dispatch_core.database import Connection
+from dispatch_core.database import DRIVER_ERRORS, Connection
 from dispatch_core.errors import SchemaMismatchError, TenancyDeniedError
 from dispatch_core.migrate import sql
 from dispatch_core.migrate.compare import Comparison, compare, read_rows
@@ -40,7 +40,7 @@ async def check_schema(conn: Connection, *, rooms: Sequence[str] | None = None, 
         ) from None
     except (asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError):
         raise SchemaMismatchError(f"schema relay is not in this database; {_mend(rooms or ())}") from None
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+    except DRIVER_ERRORS as error:
         with translated("checking the schema"):
             raise error
     comparison = compare(everything.select(rooms), everything, read_rows(rows))

@@ -41,7 +41,7 @@ def translated(what: str, text: str | None = None) -> Iterator[None]:
         raise
     except asyncpg.PostgresError as error:
         raise _translate(error, what, text) from error
-    except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError) as error:
+    except database.DRIVER_ERRORS as error:
         raise database.translate(error) or MigrationError(f"{what}: {error}") from error
 
 
@@ -109,5 +109,5 @@ async def migration_lock(conn: Connection, give_up_after: float, waiting: Callab
         with anyio.CancelScope(shield=True):
             try:
                 await conn.execute("select pg_advisory_unlock_all()")
-            except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+            except database.DRIVER_ERRORS:
                 pass  # the session is gone, and its lock with it

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 import anyio
-import asyncpg
 
 from dispatch_core.backoff import full_jitter
-from dispatch_core.database import Connection
+from dispatch_core.database import DRIVER_ERRORS, Connection
 from dispatch_core.errors import DatabaseBusyError, MigrationError, MigrationRightsError
 from dispatch_core.migrate import sql
 from dispatch_core.migrate.compare import Applied, compare, package_version, read_rows
@@ -288,7 +287,7 @@ async def _build_index(conn: Connection, file: SqlFile, index: Index, limits: _L
             raise MigrationError(f"{file.name}: the index {index.name} is not valid after it was built")
     except (DatabaseBusyError, MigrationError):
         # No query reads an invalid index, and every write still pays for it. The next run would drop it too.
-        with contextlib.suppress(asyncpg.PostgresError):
+        with contextlib.suppress(*DRIVER_ERRORS):
             await _set_lock_timeout(conn, limits.lock_timeout)
             if await conn.fetchrow(sql.INDEX_STATE, index.name) is not None:
                 await conn.execute(await conn.fetchval(_DROP_INDEX, index.name))

@@ -14,6 +14,9 @@ Modes:
                  when the mode is `pass` again, as after a network's stall
     reset        cut open connections with RST, on both sides, and new ones as soon as they come
 
+`holds_ends` keeps the client's side open when the server closes its own, as where the last packet of a session is lost:
+the client has read why its session was ended, and not that it was.
+
 And two cuts: `cut_after` so many bytes, on each connection of now; and `cut_answer` to the next statement with a
 certain text, which the server has then done and its client never hears of (`reads_along` has to be on; see also
 `dispatch_core.dev.wire`, which holds still instead).
@@ -142,6 +145,8 @@ class ProxyConnection:
                 await target.drain()
         except OSError:
             pass  # either side is gone: so is the other
+        if way == "down" and self._proxy.holds_ends:
+            await anyio.sleep_forever()  # ended with the proxy, or by the client
         # Neither side of this protocol goes on after one direction has ended. What was written still goes out.
         if not target.transport.is_closing():
             target.close()
@@ -159,6 +164,7 @@ class TcpProxy:
         self.delay_seconds = delay_seconds
         self.bytes_per_second = 10_000.0
         self.reads_along = reads_along
+        self.holds_ends = False
         self._answer_to_cut: tuple[str, anyio.Event] | None = None
         self.connections: list[ProxyConnection] = []
         self.accepted = 0
