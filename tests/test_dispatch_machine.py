@@ -10,35 +10,22 @@ row locked over several steps.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 from uuid import NAMESPACE_OID, UUID, uuid5
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import seed as from_seed
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import Bundle, initialize, invariant, multiple, precondition, rule
 
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository, prepare
 from dispatch_core.errors import BacklogFullError, IdempotencyConflictError, TenancyUnboundError
 from dispatch_core.models import Completion, DispatchRequest, DispatchResult, PutBack
 from tests.support.databases import TestDatabase
 from tests.support.dispatch_model import Grant, Job, Model, Name
-from tests.support.protocol import KEY, QUEUE, REQUEST, RESULT, Connection, connected
+from tests.support.games import GameStage, StagedGame, play
+from tests.support.protocol import KEY, QUEUE, REQUEST, RESULT
 
 pytestmark = [
     *(pytest.mark.invariant(one) for one in ("I1", "I2", "I3", "I4", "I5", "I8")),
@@ -76,44 +63,25 @@ COMMON = (
 """What comes up in games that are long enough; a run prints how often each thing did."""
 
 
-class Stage:
-    """One database and its connections, for all games of a test; each game has tenants of its own."""
-
-    def __init__(self, runner: asyncio.Runner, database: TestDatabase) -> None:
-        self._runner = runner
-        self._stack = AsyncExitStack()
-        self._database = database
-        self.games = 0
-        self.seen: Counter[str] = Counter()
-
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(call)
+class Stage(GameStage):
+    """One database and its connections; each game has tenants of its own."""
 
     async def open(self) -> None:
-        async def connect(dsn: str) -> Connection:
-            # Nothing here may wait for a lock: the model knows of none.
-            return await self._stack.enter_async_context(connected(dsn, server_settings={"statement_timeout": "3s"}))
-
-        self.admin = await connect(self._database.admin_dsn)
-        self.locker = await connect(self._database.admin_dsn)
-        self.gateway = await connect(self._database.gateway_dsn)
-        self.worker = await connect(self._database.worker_dsn)
-
-    async def close(self) -> None:
-        await self._stack.aclose()
+        self.admin = await self.connect(self._database.admin_dsn)
+        self.locker = await self.connect(self._database.admin_dsn)
+        self.gateway = await self.connect(self._database.gateway_dsn)
+        self.worker = await self.connect(self._database.worker_dsn)
 
 
-class Game(RuleBasedStateMachine):
+class Game(StagedGame[Stage]):
     """Two tenants' life. Rules are verbs; `self.model` knows what each has to answer."""
 
-    stage: Stage
     names: Bundle[Name] = Bundle("names")
     grants: Bundle[Grant] = Bundle("grants")
     keyed: Bundle[tuple[str, int, EnqueueRow]] = Bundle("keyed")
 
     def __init__(self) -> None:
         super().__init__()
-        self.stage.games += 1
         self.tenants = [f"{letter}{self.stage.games}" for letter in "ab"]
         self.model = Model()
         self.rows: dict[Name, EnqueueRow] = {}
@@ -729,9 +697,6 @@ class Game(RuleBasedStateMachine):
 
     # --- tools ----------------------------------------------------------------------------------------
 
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
-        return self.stage.run(call)
-
     def gateway(self, tenant: str) -> RelayDispatchRepository:
         return RelayDispatchRepository(self.stage.gateway, tenant)
 
@@ -758,10 +723,6 @@ class Game(RuleBasedStateMachine):
 
     def would_wait(self, some: list[Grant]) -> bool:
         return any(one.name == self.model.locked and self.model.held(one) is not None for one in some)
-
-    def saw(self, verb: str, outcome: object) -> None:
-        """Note what came of a verb, so that a test which plays nothing of worth is seen to be one."""
-        self.stage.seen[f"{verb}: {outcome}"] += 1
 
     def move(self, update: str, name: Name) -> None:
         where = " where tenant_id = $1 and job_id = $2"
@@ -819,27 +780,11 @@ def shown(answer: object) -> tuple[str, int, bytes | None]:
 def test_gateways_holders_and_sweeps_in_any_order_do_what_the_model_says(
     database: TestDatabase, is_long: bool, seed: int
 ) -> None:
-    with asyncio.Runner() as runner:
-        Game.stage = Stage(runner, database)
-        Game.stage.run(Game.stage.open())
-        try:
-            run_state_machine_as_test(
-                from_seed(seed)(Game),
-                settings=settings(
-                    max_examples=600 if is_long else 30,
-                    stateful_step_count=80 if is_long else 45,
-                    deadline=None,
-                    database=None,
-                    print_blob=True,
-                    report_multiple_bugs=False,
-                    suppress_health_check=list(HealthCheck),
-                ),
-            )
-        finally:
-            Game.stage.run(Game.stage.close())
-            print(f"games: {Game.stage.games}")
-    seen = Game.stage.seen
-    for what, times in sorted(seen.items()):
-        print(f"{times:6} {what}")
-    missing = [what for what in COMMON if is_long and seen[what] == 0]
-    assert missing == [], "games in which this never happens show little"
+    play(
+        Game,
+        lambda runner: Stage(runner, database),
+        seed,
+        games=600 if is_long else 30,
+        steps=80 if is_long else 45,
+        common=COMMON if is_long else (),
+    )

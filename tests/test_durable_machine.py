@@ -9,36 +9,24 @@ moves its row's time; nothing sleeps. Now and then a handler's transaction stays
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 from uuid import NAMESPACE_OID, UUID, uuid4, uuid5
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import seed as from_seed
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import Bundle, initialize, invariant, multiple, precondition, rule
 
 from dispatch_core.durable import ChunkOutcome, ChunkSpec, DurableJobStore, DurableRepository, JobLease, RowError
 from dispatch_core.errors import JobClosedError, LeaseLostError
 from tests.support.databases import TestDatabase
 from tests.support.durable import CHUNK, EVENT, JOB, ROW_ERROR
 from tests.support.durable_model import CHUNK_STATES, ENDS, JOB_STATES, LOST, Fence, Model
-from tests.support.protocol import Connection, connected, logins
+from tests.support.games import GameStage, StagedGame, play
+from tests.support.protocol import logins
 
 pytestmark = [
     pytest.mark.invariant("I3"),
@@ -69,35 +57,21 @@ COMMON = (
 COUNTERS = (*(f"chunks_{name}" for name in ("total", *CHUNK_STATES)), "rows_total", "rows_done", "rows_failed")
 
 
-class Stage:
-    """One database and its connections, for all games of a test; each game has a tenant of its own."""
-
-    def __init__(self, runner: asyncio.Runner, database: TestDatabase) -> None:
-        self._runner = runner
-        self._stack = AsyncExitStack()
-        self._database = database
-        self.games = 0
-        self.seen: Counter[str] = Counter()
-
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(call)
+class Stage(GameStage):
+    """One database and its connections; each game has a tenant of its own."""
 
     async def open(self) -> None:
-        async def connect(dsn: str) -> Connection:
-            # Nothing here may wait for a lock: the model knows of none.
-            return await self._stack.enter_async_context(connected(dsn, server_settings={"statement_timeout": "3s"}))
-
-        self.admin = await connect(self._database.admin_dsn)
-        self.decider = await connect(self._database.gateway_dsn)
+        self.admin = await self.connect(self._database.admin_dsn)
+        self.decider = await self.connect(self._database.gateway_dsn)
         self.people = DurableRepository(self.decider)
-        self.workers = [DurableRepository(await connect(self._database.worker_dsn)) for _ in range(2)]
+        self.workers = [DurableRepository(await self.connect(self._database.worker_dsn)) for _ in range(2)]
         # A handler's transaction tells an event of its own, which a worker's login alone may not.
         made = await self._stack.enter_async_context(logins(self._database))
         name = await made.create()
         await made.bind(name, "gateway", None)
         await made.bind(name, "worker", None)
-        self.handler = await connect(self._database.dsn(name))
-        self.store_connection = await connect(self._database.worker_dsn)
+        self.handler = await self.connect(self._database.dsn(name))
+        self.store_connection = await self.connect(self._database.worker_dsn)
         await self.admin.execute("create table public.written (tenant text, value text)")
         await self.admin.execute("grant insert on public.written to public")
         # A cancellation that finds a chunk locked need not be waited for a second here.
@@ -106,20 +80,15 @@ class Stage:
             " set lock_timeout = '10ms'"
         )
 
-    async def close(self) -> None:
-        await self._stack.aclose()
 
-
-class Game(RuleBasedStateMachine):
+class Game(StagedGame[Stage]):
     """One tenant's life. Rules are verbs; `self.model` knows what each has to answer."""
 
-    stage: Stage
     jobs: Bundle[UUID] = Bundle("jobs")
     leases: Bundle[JobLease] = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        self.stage.games += 1
         self.tenant = f"t{self.stage.games}"
         self.model = Model()
         self.cursors: dict[UUID, str | None] = {}
@@ -526,17 +495,13 @@ class Game(RuleBasedStateMachine):
 
     # --- tools --------------------------------------------------------------------------------------
 
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
-        return self.stage.run(call)
-
     def pick(self, lease: JobLease, turn: int) -> JobLease:
         """Return this lease, or mostly one that a chunk runs under, where there is any."""
         good = [one for one in self.granted if self.model.runs_under(fence(one))]
         return good[turn % len(good)] if good and turn else lease
 
     def saw(self, verb: str, outcome: object) -> None:
-        """Note what came of a verb, so that a test which plays nothing of worth is seen to be one."""
-        self.stage.seen[f"{verb}: {_plain(outcome)}"] += 1
+        super().saw(verb, _plain(outcome))
 
     def locked(self, lease: JobLease) -> bool:
         """Say whether whoever waits for its row would wait for the handler's open transaction."""
@@ -599,26 +564,11 @@ def _counters(row: Any) -> dict[str, int]:
 def test_holders_people_and_a_reaper_in_any_order_do_what_the_model_says(
     database: TestDatabase, is_long: bool, seed: int
 ) -> None:
-    with asyncio.Runner() as runner:
-        Game.stage = Stage(runner, database)
-        Game.stage.run(Game.stage.open())
-        try:
-            run_state_machine_as_test(
-                from_seed(seed)(Game),
-                settings=settings(
-                    max_examples=600 if is_long else 30,
-                    stateful_step_count=80 if is_long else 45,
-                    deadline=None,
-                    database=None,
-                    print_blob=True,
-                    report_multiple_bugs=False,
-                    suppress_health_check=list(HealthCheck),
-                ),
-            )
-        finally:
-            Game.stage.run(Game.stage.close())
-    seen = Game.stage.seen
-    for what, times in sorted(seen.items()):
-        print(f"{times:6} {what}")
-    missing = [what for what in COMMON if is_long and seen[what] == 0]
-    assert missing == [], "games in which this never happens show little"
+    play(
+        Game,
+        lambda runner: Stage(runner, database),
+        seed,
+        games=600 if is_long else 30,
+        steps=80 if is_long else 45,
+        common=COMMON if is_long else (),
+    )

@@ -11,17 +11,14 @@ Somebody who has a worker's login speaks in between, in others' names; connectio
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 from uuid import UUID
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import seed as from_seed
+from hypothesis import Phase
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule, run_state_machine_as_test
+from hypothesis.stateful import Bundle, initialize, multiple, rule
 
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import UnknownJobError, WaitTimeoutError
@@ -30,16 +27,15 @@ from gateway_sdk import GatewayClient
 from relay_sdk import Reject, Relay, RelaySettings, Reply, Retry, Snooze, run_relays
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
+from tests.support.games import GameStage, StagedGame, play
 from tests.support.gateway import settings_for
-from tests.support.protocol import QUEUE, REQUEST, RESULT, Connection, connected
+from tests.support.protocol import QUEUE, REQUEST, RESULT
 from tests.support.sdk_model import ENDED, How, Job, Model, Play
 
 pytestmark = [
     *(pytest.mark.invariant(one) for one in ("I1", "I2", "I3", "I4", "I6", "I8", "I9")),
     *(pytest.mark.case(case) for case in ("C03", "C12", "C15", "C18")),
 ]
-
-T = TypeVar("T")
 
 TENANTS = ("a", "b")
 RELAYS = ("one", "two")
@@ -71,15 +67,11 @@ class Fault(Exception):  # noqa: N818  it is what is found, and no error of the 
     """What cannot become right by waiting."""
 
 
-class Stage:
-    """One database, a client and two relays, for all games of a test."""
+class Stage(GameStage):
+    """One database, a client and two relays."""
 
     def __init__(self, runner: asyncio.Runner, database: TestDatabase) -> None:
-        self._runner = runner
-        self._database = database
-        self._stack = AsyncExitStack()
-        self.games = 0
-        self.seen: Counter[str] = Counter()
+        super().__init__(runner, database)
         self.game: Game | None = None
         self.answers: dict[Play, asyncio.Future[Callable[[], Any]]] = {}
         self.relays = {name: self._relay(name) for name in RELAYS}
@@ -87,17 +79,11 @@ class Stage:
         self.doomed: set[str] = set()
         """Relays that are being stopped without grace."""
 
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(call)
-
     async def open(self) -> None:
-        async def connect(dsn: str) -> Connection:
-            options = {"statement_timeout": "5s", "application_name": "game"}
-            return await self._stack.enter_async_context(connected(dsn, server_settings=options))
-
-        self.admin = await connect(self._database.admin_dsn)
-        self.worker = RelayDispatchRepository(await connect(self._database.worker_dsn))
-        self.gateway = await connect(self._database.gateway_dsn)
+        options = {"statement_timeout": "5s", "application_name": "game"}
+        self.admin = await self.connect(self._database.admin_dsn, **options)
+        self.worker = RelayDispatchRepository(await self.connect(self._database.worker_dsn, **options))
+        self.gateway = await self.connect(self._database.gateway_dsn, **options)
         self._closing = asyncio.Event()
         is_open = asyncio.Event()
 
@@ -115,7 +101,7 @@ class Stage:
             relay.stop(grace_seconds=0)
         self._closing.set()
         await asyncio.gather(self.host, *self.runs.values(), return_exceptions=True)
-        await self._stack.aclose()
+        await super().close()
 
     def _relay(self, name: str) -> Relay:
         relay = Relay(
@@ -185,15 +171,13 @@ class Stage:
         return [play for play in self.answers if not play.over and name in (None, play.relay)]
 
 
-class Game(RuleBasedStateMachine):
+class Game(StagedGame[Stage]):
     """Some jobs' life. Rules do things to them, or let a handler end."""
 
-    stage: Stage
     jobs: Bundle[str] = Bundle("jobs")
 
     def __init__(self) -> None:
         super().__init__()
-        self.stage.games += 1
         self.model = Model()
         self.waits: list[tuple[str, asyncio.Task[DispatchResult]]] = []
         self.keyed: list[tuple[str, DispatchRequest]] = []
@@ -655,10 +639,6 @@ class Game(RuleBasedStateMachine):
     def is_over(self) -> bool:
         return not self.stage.plays() and all(relay.health().in_hand == 0 for relay in self.stage.relays.values())
 
-    def saw(self, verb: str, outcome: object) -> None:
-        """Note what came of a verb, so that a test which plays nothing of worth is seen to be one."""
-        self.stage.seen[f"{verb}: {outcome}"] += 1
-
 
 _STORED = f"""
     select tenant_id, job_id, case state when 'claimed' then 'claimed' else 'pending' end as status, attempt,
@@ -704,29 +684,13 @@ def _fields(request: DispatchRequest) -> Any:
 def test_gateways_and_relays_do_what_the_model_allows_whatever_their_handlers_do(
     database: TestDatabase, is_long: bool, seed: int
 ) -> None:
-    with asyncio.Runner() as runner:
-        Game.stage = Stage(runner, database)
-        Game.stage.run(Game.stage.open())
-        try:
-            run_state_machine_as_test(
-                from_seed(seed)(Game),
-                settings=settings(
-                    max_examples=150 if is_long else 8,
-                    stateful_step_count=60 if is_long else 25,
-                    deadline=None,
-                    database=None,
-                    # Each step of a game that has failed waits for long, so none is made shorter.
-                    phases=[Phase.generate],
-                    print_blob=True,
-                    report_multiple_bugs=False,
-                    suppress_health_check=list(HealthCheck),
-                ),
-            )
-        finally:
-            Game.stage.run(Game.stage.close())
-            print(f"games: {Game.stage.games}")
-    seen = Game.stage.seen
-    for what, times in sorted(seen.items()):
-        print(f"{times:6} {what}")
-    missing = [what for what in COMMON if is_long and seen[what] == 0]
-    assert missing == [], "games in which this never happens show little"
+    play(
+        Game,
+        lambda runner: Stage(runner, database),
+        seed,
+        games=150 if is_long else 8,
+        steps=60 if is_long else 25,
+        common=COMMON if is_long else (),
+        # Each step of a game that has failed waits for long, so none is made shorter.
+        phases=[Phase.generate],
+    )
