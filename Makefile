@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 ARGS ?=
+# The `bin` directory of another PostgreSQL than the wheel's, for the tests and `make db`: /usr/lib/postgresql/15/bin
+PG_BIN ?=
 # Processes that `make test` runs the tests in, each with servers of its own; 0 is none but pytest's, as --pdb needs it.
 WORKERS ?= 3
 # The same for `make test-faults`, whose tests have processes of their own and leave little of two cores.
@@ -20,6 +22,9 @@ PEERS_VENV := .venv-peers
 PEERS_PYTHON ?= $(or $(shell for p in python3.14 python3.13 python3.12; do \
 	if $$p -c '' 2>/dev/null; then echo $$p; break; fi; done),$(PYTHON))
 
+# With `=`: pytest takes a directory that stands by itself for one of tests.
+PYTEST_SERVER = $(if $(PG_BIN),--postgres-binaries="$(PG_BIN)")
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-faults chaos churn check format bench bench-peers db clean
 
@@ -31,11 +36,11 @@ setup: $(VENV)/.dev ## make .venv with everything for development
 demo: $(VENV)/.demo ## gateway and relays on a PostgreSQL of their own, with real requests
 	@$(BIN)/relay-dispatch demo $(ARGS)
 
-test: $(VENV)/.dev ## run the tests (make test ARGS='-k fence')
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+test: $(VENV)/.dev ## run the tests (make test ARGS='-k fence' PG_BIN=/usr/lib/postgresql/15/bin)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_SERVER) $(ARGS)
 
 test-faults: $(VENV)/.dev ## run the tests of faults: failover, poolers, shutdown … (ARGS='-k failover')
-	@$(BIN)/python -m pytest -n $(FAULT_WORKERS) tests/faults $(ARGS)
+	@$(BIN)/python -m pytest -n $(FAULT_WORKERS) $(PYTEST_SERVER) tests/faults $(ARGS)
 
 chaos: $(VENV)/.dev ## break everything for a while, and audit what came of it (MINUTES=10 SEED=7)
 	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -61,7 +66,7 @@ bench-peers: $(PEERS_VENV)/.peers ## run other queues beside ours (make bench-pe
 	@$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 db: $(VENV)/.demo ## leave a PostgreSQL server running and print its DSNs (ARGS=--stop ends it)
-	@$(BIN)/python -m dispatch_core.dev.postgres $(ARGS)
+	@$(BIN)/python -m dispatch_core.dev.postgres $(if $(PG_BIN),--binaries "$(PG_BIN)") $(ARGS)
 
 clean: ## remove .venv and caches; the development server's data stays
 	rm -rf $(VENV) $(PEERS_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build

@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 import asyncpg
 import pytest
 
+from dispatch_core.dev.account import server_account
+from dispatch_core.dev.cluster import major_version
 from dispatch_core.dev.logins import run_blocking
 from dispatch_core.dev.postgres import DevServer, start_local_server, start_server
 from tests.support.databases import TestDatabase, drop_database, make_template, new_database
@@ -56,6 +58,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--high-counters"):
         begin_high()
+    chosen: Path | None = config.getoption("--postgres-binaries")
+    if chosen is not None and not (chosen / "postgres").is_file():
+        # Said once, and at once: else each of thousands of tests would say so.
+        raise pytest.UsageError(f"There are no PostgreSQL server binaries in {chosen}.")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Name the server's version beside that of Python, where it was chosen."""
+    chosen: Path | None = config.getoption("--postgres-binaries")
+    if chosen is None:
+        return None
+    return f"PostgreSQL {major_version(chosen.absolute(), server_account())}: {chosen}"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -21,6 +23,7 @@ from dispatch_core.dev.postgres import DSN_VARIABLE, DevServer, start_container_
 from dispatch_core.errors import ConfigurationError
 from tests.support.eventually import eventually
 
+ROOT = Path(__file__).parent.parent
 PLAIN_LOGINS = ("relay_gateway_login", "relay_worker_login", "relay_operator_login")
 
 
@@ -278,8 +281,34 @@ def test_with_no_server_at_all_the_error_names_every_way_to_one(monkeypatch: pyt
     monkeypatch.setattr("dispatch_core.dev.container.docker_problem", lambda: "Docker does not answer")
     with pytest.raises(ConfigurationError) as caught:
         start_server()
-    for way in ("relay-dispatch[postgres]", DSN_VARIABLE, "--binaries", "testcontainers", "Docker does not answer"):
+    for way in ("relay-dispatch[postgres]", DSN_VARIABLE, "PG_BIN=", "testcontainers", "Docker does not answer"):
         assert way in str(caught.value)
+
+
+def test_binaries_are_meant_from_the_directory_that_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=re.escape(f"no PostgreSQL server binaries in {tmp_path / 'bin'}.")):
+        start_local_server(binaries=Path("bin"))
+
+
+def test_the_suite_says_once_that_there_are_no_binaries_where_it_is_told_to_take_them_from(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", f"--postgres-binaries={tmp_path}", "tests/test_ids.py"]
+    run = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert run.stderr.strip() == f"ERROR: There are no PostgreSQL server binaries in {tmp_path}."
+
+
+@pytest.mark.parametrize(
+    ("target", "option"),
+    [("test", "--postgres-binaries="), ("test-faults", "--postgres-binaries="), ("db", "--binaries ")],
+)
+def test_make_takes_another_postgresql_by_its_directory(target: str, option: str) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    named = {**os.environ, "MAKEFLAGS": "", "PG_BIN": "/usr/lib/postgresql/15/bin"}
+    for env, expected in ((named, True), ({**named, "PG_BIN": ""}, False)):
+        said = subprocess.check_output(["make", "--dry-run", target], cwd=ROOT, env=env, text=True, timeout=60)
+        assert (f'{option}"/usr/lib/postgresql/15/bin"' in said, option in said) == (expected, expected)
 
 
 async def test_a_container_serves_as_well() -> None:

