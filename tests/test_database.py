@@ -573,6 +573,6 @@ async def test_whoever_waits_for_a_connection_is_served_in_turn_and_a_cancelled_
                     group.start_soon(use, number)
                 await anyio.wait_all_tasks_blocked()
             assert served[-3:] == [3, 4, 5]
-        assert pool._places == 1
+        assert pool._pool._places == 1
         assert (await pool.execute("select 1"))[0][0] == 1
-    assert pool._places == 0
+    assert pool._pool._places == 0

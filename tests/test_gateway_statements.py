@@ -268,11 +268,11 @@ async def test_a_call_without_time_left_gets_no_connection_and_costs_the_others_
         await client.tenant("acme").poll_status(new_id())
         assert client._runtime is not None
         connections = client._runtime.database
-        generation = connections._generation
+        generation = connections._pool._generation
         with pytest.raises(DatabaseUnavailableError, match="nothing was sent"):
             async with connections.connection(0):
                 raise AssertionError
-        assert connections._generation == generation
+        assert connections._pool._generation == generation
 
 
 async def test_an_enqueue_of_nothing_stores_nothing(gateway: Connection, admin: Connection) -> None:

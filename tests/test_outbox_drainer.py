@@ -220,7 +220,8 @@ async def test_while_sinks_run_no_transaction_is_open_no_lock_is_held_and_every_
         held = "select count(*) from pg_locks where database is not null and pid <> pg_backend_pid()"
         assert await admin.fetchval(held) == 0
         assert drainer._outbox is not None
-        assert drainer._outbox._database._places == len(drainer._outbox._database._idle)
+        pool = drainer._outbox._database._pool
+        assert pool._places == len(pool._idle)
         sink.let_go.set()
         await eventually(lambda: is_empty(admin))
 
@@ -347,7 +348,7 @@ async def test_what_no_pause_can_mend_is_raised_at_the_start(
 async def test_it_ends_within_its_bound_where_the_line_is_dead(
     database: TestDatabase, admin: Connection, gateway: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dispatch_core.database._PUT_AWAY_SECONDS", 0.1)
+    monkeypatch.setattr("dispatch_core.pool.PUT_AWAY_SECONDS", 0.1)
     sink = Blocking()
     async with TcpProxy.before(database.gateway_dsn) as proxy:
         with anyio.fail_after(30):

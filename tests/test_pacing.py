@@ -266,7 +266,7 @@ async def test_a_connection_goes_on_being_opened_where_its_caller_has_no_more_ti
         way.mode = "pass"
         await pool.execute("select 1")
         assert way.accepted == 1
-        assert (pool.opened, pool._places, pool._opening) == (1, 1, 0)
+        assert (pool.opened, pool._pool._places, pool._pool._opening) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -282,11 +282,11 @@ async def test_a_pool_that_is_closed_leaves_nothing_of_what_is_still_being_opene
                     async with pool.connection(0.05):
                         raise AssertionError
             pace = pace_of(f"{way.dsn(database.gateway_dsn)}?sslmode=disable")
-            assert pool._opening == 2
+            assert pool._pool._opening == 2
             if cut:
                 pool.terminate()
-                await eventually(lambda: pool._opening == 0)
-                assert pool._places == 0
+                await eventually(lambda: pool._pool._opening == 0)
+                assert pool._pool._places == 0
         assert not pace._trying
         assert {task for task in asyncio.all_tasks() - before if "proxy" not in repr(task)} == set()
 
