@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Awaitable, Callable
+from uuid import UUID
 
 import anyio
 import asyncpg
@@ -10,6 +11,7 @@ import pytest
 
 from dispatch_core import RelayDispatchRepository
 from dispatch_core.errors import RelayDispatchError
+from dispatch_core.models import DispatchRequest
 from tests.support import durable
 from tests.support.attacks import answer, try_sql
 from tests.support.databases import TestDatabase
@@ -22,7 +24,24 @@ pytestmark = pytest.mark.invariant("I4")
 _CLAIM = "select job_id, outcome from relay.claim('one', '{a}', 100, 'thief', gen_random_uuid(), '1 day')"
 
 
-async def _pass(connection: Connection, seconds: float = 0.3) -> None:
+async def _keep(
+    thief: Connection, store: Callable[[float], Awaitable[list[UUID]]], *, lease: str = "1 day"
+) -> tuple[list[UUID], float]:
+    """Have the thief keep jobs locked that are late soon; return them, and for how many seconds they were stored.
+
+    It has to claim them before they are late: where the machine does not let it, they are given longer.
+    """
+    for ttl in (0.3, 1.0, 3.0, 10.0):
+        kept = await store(ttl)
+        await thief.execute("begin")
+        rows = await thief.fetch(_CLAIM.replace("1 day", lease))
+        if {row["job_id"] for row in rows if row["outcome"] == "claimed"} == set(kept):
+            return kept, ttl
+        await thief.execute("rollback")
+    raise AssertionError("they were late each time")
+
+
+async def _pass(connection: Connection, seconds: float) -> None:
     """Let time pass that the database's clock has seen: what is locked cannot be given another deadline."""
     until = await connection.fetchval("select clock_timestamp() + make_interval(secs => $1)", seconds)
     await eventually(lambda: connection.fetchval("select clock_timestamp() > $1", until))
@@ -34,12 +53,9 @@ async def test_a_row_that_a_worker_keeps_locked_holds_up_the_answer_for_no_other
     """Past its deadline its status cannot be decided; the others of the same poll have theirs, a moment later."""
     async with logins(database) as made:
         thief = await made.open("worker", "a", "one")
-        kept = await enqueue(gateway, 3, tenant="a", relay="one", ttl=0.3)
-        (free,) = await enqueue(gateway, 1, tenant="a", relay="two", ttl=0.3)
-        await thief.execute("begin")
-        rows = await thief.fetch(_CLAIM)
-        assert {row["job_id"] for row in rows} == set(kept)
-        await _pass(gateway)
+        kept, ttl = await _keep(thief, lambda ttl: enqueue(gateway, 3, tenant="a", relay="one", ttl=ttl))
+        (free,) = await enqueue(gateway, 1, tenant="a", relay="two", ttl=ttl)
+        await _pass(gateway, ttl)
         await gateway.execute("set statement_timeout = '20 s'; set lock_timeout = '15 s'")
         rows = await gateway.fetch("select * from relay.poll('a', $1)", [*kept, free])
         assert [row["status"] for row in rows] == ["pending"] * 3 + ["expired"]
@@ -61,9 +77,7 @@ async def test_a_wait_for_a_job_that_a_worker_keeps_locked_ends_with_its_deadlin
     async with logins(database) as made, open_client(database.gateway_dsn) as client:
         thief = await made.open("worker", "a", "one")
         tenant = client.tenant("a")
-        kept = [await tenant.enqueue("one", "Get", ttl=1) for _ in range(5)]
-        await thief.execute("begin")
-        assert len(await thief.fetch(_CLAIM)) == 5
+        kept, _ = await _keep(thief, lambda ttl: tenant.enqueue_many([DispatchRequest("one", "Get", ttl=ttl)] * 5))
         said: list[RelayDispatchError] = []
 
         async def wait(place: int) -> None:
@@ -90,20 +104,17 @@ async def test_a_wait_for_a_job_that_a_worker_keeps_locked_ends_with_its_deadlin
 async def test_nothing_that_sweeps_claims_or_beats_waits_for_a_row_that_somebody_keeps(
     database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
 ) -> None:
-    kept = await enqueue(gateway, 5, tenant="a", relay="one", ttl=0.2)
     job_id = await durable.submit(gateway, 3, tenant="a")
-    await enqueue(gateway, 5, tenant="a", relay="one")
     async with logins(database) as made:
         thief = await made.open("worker", "a", "one")
-        await thief.execute("begin")
-        await thief.fetch("select * from relay.claim('one', '{a}', 5, 'thief', gen_random_uuid(), '1 us')")
+        kept, ttl = await _keep(thief, lambda ttl: enqueue(gateway, 5, tenant="a", relay="one", ttl=ttl), lease="1 us")
         assert len(await durable.claim_next(thief, job_id, 2, tenant="a", lease=0.001)) == 2
-        await _pass(admin)
+        await enqueue(gateway, 5, tenant="a", relay="one")
+        await _pass(admin, ttl)
         for connection in (gateway, worker):
             await connection.execute("set statement_timeout = '20 s'; set lock_timeout = '15 s'")
         # Each of these takes milliseconds; whoever waited would do so until the lock timeout, which is an error.
-        began = time.monotonic()
-        rows = await worker.fetch(_CLAIM.replace("thief", "me"))
+        rows = [row for row in await worker.fetch(_CLAIM.replace("thief", "me")) if row["outcome"] == "claimed"]
         assert len(rows) == 5
         assert not {row["job_id"] for row in rows} & set(kept)
         for call in (
@@ -114,7 +125,6 @@ async def test_nothing_that_sweeps_claims_or_beats_waits_for_a_row_that_somebody
             assert await try_sql(worker, f"select * from relay.{call}") is None, call
         for call in ("purge('a', '0 s', 10)", "list_jobs('a')", "backlog('a')", "durable_remove('a', 10)"):
             assert await try_sql(gateway, f"select * from relay.{call}") is None, call
-        assert time.monotonic() - began < 15
         assert [lease.seq for lease in await durable.claim_next(worker, job_id, 3, tenant="a")] == [3]
         # What decides about the job itself waits for who claims: as long as the caller's timeouts let it.
         await gateway.execute("set lock_timeout = '100ms'")
