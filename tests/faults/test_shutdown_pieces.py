@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from tests.support.cli import COMMAND, environment, interruptible
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.gateway import settings_for
-from tests.support.patience import still, within
+from tests.support.patience import still, watching, within
 from tests.support.proxy import TcpProxy
 from tests.support.relays import TENANT, Jobs, new_relay
 from tests.support.shutdown import BEYOND_SECONDS, FAR, GRACE_SECONDS, How, gateway_at, nothing_left, take_away
@@ -348,15 +347,11 @@ async def test_a_command_ends_in_time_at_a_signal(
             if command == "run":
                 await eventually(lambda: _is_claimed(gateway, job_id), 60)
             await take_away(how, way, durable_server)
-            began = still(process.pid)
-            process.send_signal(number)
-            with anyio.fail_after(60):
-                ended = began
-                while process.returncode is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        ended = still(process.pid)
-                    await anyio.sleep(0.02)
-            assert ended - began < GRACE_SECONDS + BEYOND_SECONDS
+            with watching(process.pid) as watch:
+                process.send_signal(number)
+                with anyio.fail_after(60):
+                    await process.wait()
+            assert watch.waited < GRACE_SECONDS + BEYOND_SECONDS
     text = said.decode()
     for word in ("Warning", "never retrieved", "never awaited", "was destroyed", "Traceback"):
         assert word not in text, text

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
-from tests.support.patience import still
+from tests.support.patience import standstills, still
 from tests.support.relays import QUICK, RELAY, TENANT
 
 
@@ -81,6 +81,7 @@ class RelayProcess:
         self.process = process
         self.lines: list[str] = []
         self.log = ""
+        self._signalled_at: float | None = None
 
     async def read(self) -> None:
         async def lines() -> None:
@@ -101,10 +102,13 @@ class RelayProcess:
 
     @property
     def ended_at(self) -> float:
-        """When its relay had ended, by `tests.support.patience.still` of the process."""
-        return next(float(line.split()[1]) for line in self.lines if line.startswith("over"))
+        """When its relay had ended, by `tests.support.patience.still`, to be compared with ours before the signal."""
+        _, ended, stood = next(line for line in self.lines if line.startswith("over")).split(maxsplit=2)
+        signalled_at = self._signalled_at or 0.0
+        return float(ended) + sum(seconds for at, seconds in json.loads(stood) if at < signalled_at)
 
     def signal(self, number: signal.Signals) -> None:
+        self._signalled_at = self._signalled_at or time.monotonic()
         self.process.send_signal(number)
 
     async def exit(self, timeout: float = 60.0) -> int:
@@ -142,7 +146,8 @@ async def relay_process(
 if __name__ == "__main__":
     if sys.argv[3] == "0":
         sys.modules["uvloop"] = None  # type: ignore[assignment]
+    still()  # from now on it is known when the process stood
     try:
         make(sys.argv[1], json.loads(sys.argv[2])).main()
     finally:
-        _say("over", still())
+        _say("over", still(), json.dumps(standstills()))
