@@ -26,6 +26,7 @@ import anyio.abc
 from relay_sdk import DispatchJob, Relay, Reply
 from tests.support.cli import environment
 from tests.support.eventually import eventually
+from tests.support.parent import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,5 +131,6 @@ async def relay_process(
 
 
 if __name__ == "__main__":
+    end_with_parent()
     path, relay_id, *tenants = sys.argv[1:]
     serve(Relay(relay_id, tenants=tenants), Journal(Path(path))).main()

@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
+from tests.support.parent import end_with_parent
 from tests.support.patience import standstills, still
 from tests.support.relays import QUICK, RELAY, TENANT
 
@@ -144,6 +145,7 @@ async def relay_process(
 
 
 if __name__ == "__main__":
+    end_with_parent()
     if sys.argv[3] == "0":
         sys.modules["uvloop"] = None  # type: ignore[assignment]
     still()  # from now on it is known when the process stood
