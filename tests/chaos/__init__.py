@@ -7,6 +7,7 @@ journal.py    what they have seen and done, told past the SDK to a server that n
 rig.py        servers, ways to them, processes     faults.py   how each fault is done
 waits.py      how long processes had no CPU, which no bound is to count
 evidence.py   all that was told and all that is stored          audit.py, order.py    what of it cannot be
+logs.py       what processes and server have logged, which a red run prints
 __main__.py   the command
 
 Beside it, in one process: churn.py, in which all comes and goes (`make churn MINUTES=30`), and footprint.py, which

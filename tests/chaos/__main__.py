@@ -20,6 +20,7 @@ import asyncpg
 from tests.chaos.audit import CHECKS, Finding, audit
 from tests.chaos.evidence import Evidence, gather
 from tests.chaos.faults import Faults
+from tests.chaos.logs import told
 from tests.chaos.order import waiting
 from tests.chaos.rig import Rig, rig
 from tests.chaos.roster import GATEWAYS, RELAYS
@@ -110,7 +111,7 @@ async def _all_at_work(made: Rig) -> None:
             await anyio.sleep(0.2)
     finally:
         conn.terminate()
-    raise SystemExit(f"within {START_SECONDS:.0f} s not every process was at work: see the logs in {made.files}")
+    raise SystemExit(f"within {START_SECONDS:.0f} s not every process was at work")
 
 
 def _least(made: Rig, since: float) -> float:
@@ -201,18 +202,30 @@ def main(arguments: list[str] | None = None) -> int:
     if options.show:
         print("\n".join(map(str, draw(seed, seconds))))
         return 0
+    _heed_signals()
     # A process that has just begun is told nothing yet; it then reads its clock's file itself.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     files = options.logs or Path(tempfile.mkdtemp(prefix="relay-dispatch-chaos-"))
     files.mkdir(parents=True, exist_ok=True)
-    evidence = anyio.run(run, seed, seconds, options.rate, files)
-    findings = audit(evidence)
-    print(report(evidence, findings, seed, seconds))
-    if findings:
-        print(f"the processes' logs: {files}")
-    elif options.logs is None:
-        shutil.rmtree(files)
-    return 1 if findings else 0
+    is_well = False
+    try:
+        evidence = anyio.run(run, seed, seconds, options.rate, files)
+        findings = audit(evidence)
+        print(report(evidence, findings, seed, seconds))
+        is_well = not findings
+    finally:
+        if not is_well:
+            # Where it runs for others, this is all that they will see of it.
+            print(f"\n{told(files)}\n\nfrom {files}; again: make chaos MINUTES={options.minutes:g} SEED={seed}")
+        if options.logs is None:
+            shutil.rmtree(files)
+    return 0 if is_well else 1
+
+
+def _heed_signals() -> None:
+    """Have SIGTERM end the run as SIGINT does, and heed that also where a shell has had it ignored: nothing is left."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 if __name__ == "__main__":

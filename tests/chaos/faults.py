@@ -45,7 +45,7 @@ class Faults:
         async with anyio.create_task_group() as group:
             for fault in self._schedule:
                 await anyio.sleep(max(0.0, began + fault.at - time.monotonic()))
-                self._say(str(fault))
+                self._say(f"{time.monotonic():.1f}  {fault}")
                 group.start_soon(self._do, fault)
 
     async def _do(self, fault: Fault) -> None:

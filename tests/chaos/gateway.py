@@ -43,8 +43,10 @@ from dispatch_core.errors import (
 from dispatch_core.ids import new_id
 from gateway_sdk import ChunkSpec, DispatchRequest, GatewayClient, TenantClient
 from tests.chaos.journal import Journal, open_journal
+from tests.chaos.logs import configure
 from tests.chaos.rig import ALL_WORK, USERS
 from tests.chaos.roster import NOT_REACHED, TENANTS
+from tests.support.parent import end_with_parent
 
 logger = logging.getLogger("chaos")
 
@@ -289,7 +291,8 @@ async def stop_on_sigterm(scope: anyio.CancelScope, *, task_status: TaskStatus[N
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(name)s %(levelname)s %(message)s")
+    end_with_parent()
+    configure()
     try:
         all_work = Path(sys.argv[3]).with_name(ALL_WORK)
         anyio.run(partial(main, sys.argv[1], sys.argv[2], all_work, float(sys.argv[4]), int(sys.argv[5])))

@@ -23,7 +23,9 @@ from dispatch_core.errors import DatabaseUnavailableError
 from dispatch_core.models import Settled, WriteOutcome
 from relay_sdk import ChunkContext, DispatchJob, Reject, Relay, Reply, Retry, Snooze, run_relays
 from tests.chaos.journal import Journal, open_journal
+from tests.chaos.logs import configure
 from tests.chaos.roster import NOT_REACHED, SERVES
+from tests.support.parent import end_with_parent
 
 
 def make(relay_id: str, tenants: tuple[str, ...], journal: Journal) -> Relay:
@@ -147,7 +149,8 @@ async def main(name: str, journal_dsn: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(name)s %(levelname)s %(message)s")
+    end_with_parent()
+    configure()
     try:
         anyio.run(main, sys.argv[1], sys.argv[2])
     except* DatabaseUnavailableError as group:

@@ -23,6 +23,7 @@ from tests.chaos import journal
 from tests.chaos.roster import GATEWAYS, GRACE_SECONDS, NOT_REACHED, RELAYS, SERVES, SETTINGS
 from tests.chaos.waits import OURS, Meter, Waits
 from tests.support.cli import environment
+from tests.support.patience import standstills
 from tests.support.proxy import TcpProxy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,7 +271,9 @@ class Rig(Disturbed):
                 if member.process is not None and member.process.returncode is None
             }
             meter.read(pids, self.server.pid)
-            self.waits.note(time.monotonic(), meter.totals)
+            # Where the whole machine stands, nobody stands in a queue; all bytes go through us.
+            ours = meter.totals.get(OURS, 0.0) + sum(seconds for _, seconds in standstills())
+            self.waits.note(time.monotonic(), meter.totals | {OURS: ours})
             await anyio.sleep(SAMPLE_SECONDS)
 
     def could_run(self, name: str, since: float) -> float:
@@ -338,3 +341,6 @@ async def rig(files: Path, seed: int, rate: float) -> AsyncIterator[Rig]:
                 if member.process is not None:
                     with anyio.CancelScope(shield=True):
                         await member.process.wait()
+            if server.cluster is not None and server.cluster.log.exists():
+                # It goes with the server.
+                (files / "server.log").write_bytes(server.cluster.log.read_bytes())

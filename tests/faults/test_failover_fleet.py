@@ -21,6 +21,7 @@ import pytest
 from tests.chaos import journal
 from tests.chaos.audit import audit
 from tests.chaos.evidence import Evidence, gather
+from tests.chaos.logs import told
 from tests.chaos.rig import SCHEMA, Member, Rig
 from tests.chaos.roster import GATEWAYS, SETTINGS
 from tests.support.databases import TestDatabase
@@ -168,6 +169,9 @@ async def fleet(pair: Pair, journal_dsn: str, files: Path) -> AsyncIterator[Flee
             group.start_soon(made.watch_cpu)
             await eventually(lambda: both(made, began), 40, 0.2, message="everybody works:")
             yield made
+        except BaseException:
+            print(told(files))
+            raise
         finally:
             made.stopping = True
             for each in made.members.values():
