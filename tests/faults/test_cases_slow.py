@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import statistics
@@ -39,6 +40,7 @@ from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
 from tests.support.gateway import open_client, settings_for
 from tests.support.load import answers_by_notify
+from tests.support.patience import still
 from tests.support.pgbouncer import pgbouncer, program
 from tests.support.plans import explained
 from tests.support.protocol import KEY, ME, QUEUE, RELAY, REQUEST, TENANT, Connection, claim, connected, enqueue
@@ -435,10 +437,18 @@ async def test_two_sigterms_a_tenth_of_a_second_apart_try_one_release_and_end(
         once = await jobs.enqueue_many(2, "Sleep", body=b"30", ttl=600)
         await jobs.ring()
         await eventually(lambda: len(relay.started()) == 5)
+        began = still(relay.process.pid)
         relay.signal(signal.SIGTERM)
         await anyio.sleep(0.1)  # as the case has it
-        relay.signal(signal.SIGTERM)
-        assert await relay.exit(5) == 0
+        with contextlib.suppress(ProcessLookupError):
+            relay.signal(signal.SIGTERM)
+        code = await relay.exit()
+        if code == -signal.SIGTERM:
+            # On a busy machine the second one may find a relay that is done, and a process without a handler for it.
+            assert "has stopped its" in relay.log
+        else:
+            assert code == 0
+            assert relay.ended_at - began < 5
     assert {(await jobs.get(job_id)).status for job_id in again} == {DispatchStatus.PENDING}
     assert {(await jobs.get(job_id)).error_code for job_id in once} == {"S2R-RELAY-STOPPED"}
 
@@ -453,8 +463,10 @@ async def test_sigterm_while_it_starts_up_ends_it_on_either_loop(database: TestD
             accepted = proxy.accepted
             async with relay_process(proxy.dsn(database.worker_dsn), ready=False, uvloop=uvloop) as relay:
                 await eventually(lambda: proxy.accepted > accepted, timeout=30)  # noqa: B023
+                began = still(relay.process.pid)
                 relay.signal(signal.SIGTERM)
-                assert await relay.exit(10) == 0
+                assert await relay.exit() == 0
+                assert relay.ended_at - began < 10
             assert "Traceback" not in relay.log
 
 
