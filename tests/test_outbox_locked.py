@@ -1,14 +1,17 @@
-"""Events that somebody has locked: no verb that steps over them waits for them, and each does the rest."""
+"""Events that somebody has locked: some verbs step over them and do the rest, others wait, and look again then."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
+import anyio
 import pytest
 
 from dispatch_core.outbox_repository import OutboxRepository
+from tests.support.activity import pid_of, wait_until_blocked
 from tests.support.databases import TestDatabase
 from tests.support.outbox import make_stale, states, take, tell, tidy, write
 from tests.support.protocol import ME, OUTBOX, TENANT, Connection, connected
@@ -75,3 +78,39 @@ async def test_what_is_locked_is_stepped_over_and_the_rest_is_done(
         await locker.execute(f"select from {OUTBOX} where payload = '\"locked\"' for update")
         await step(admin, gateway)
         assert await states(admin) == after
+
+
+async def test_who_parks_an_event_waits_for_what_is_being_said_of_it_and_parks_it_then(
+    database: TestDatabase, admin: Connection, gateway: Connection, operator: Connection
+) -> None:
+    (event_id,) = await write(gateway, "1")
+    events = await take(gateway)
+    said: list[set[UUID]] = []
+
+    async def park() -> None:
+        said.append(await OutboxRepository(operator).park(TENANT, [event_id], "no"))
+
+    async with anyio.create_task_group() as group, gateway.transaction():
+        assert await tell(gateway, events, "release") == [("applied", "ready")]
+        group.start_soon(park)
+        await wait_until_blocked(admin, pid_of(operator), by=pid_of(gateway))
+    assert said == [{event_id}]
+    assert await states(admin) == {"1": "parked"}
+
+
+async def test_of_two_who_retry_a_parked_event_the_one_that_waited_is_told_that_there_was_nothing_to_do(
+    database: TestDatabase, admin: Connection, gateway: Connection, operator: Connection
+) -> None:
+    (event_id,) = await write(gateway, "1")
+    await tell(gateway, await take(gateway), "park", error="no")
+    said: list[set[UUID]] = []
+
+    async def retry() -> None:
+        said.append(await OutboxRepository(operator).retry(TENANT, [event_id]))
+
+    async with anyio.create_task_group() as group, gateway.transaction():
+        assert await OutboxRepository(gateway).retry(TENANT, [event_id]) == {event_id}
+        group.start_soon(retry)
+        await wait_until_blocked(admin, pid_of(operator), by=pid_of(gateway))
+    assert said == [set()]
+    assert await states(admin) == {"1": "ready"}

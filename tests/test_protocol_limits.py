@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
 import anyio
 import pytest
 
 from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.models import DispatchJob
 from tests.support.activity import pid_of, wait_until_blocked
 from tests.support.databases import TestDatabase
 from tests.support.protocol import (
@@ -18,8 +22,14 @@ from tests.support.protocol import (
     end_lease,
     heartbeat,
     pass_deadline,
+    release,
+    retry,
+    said,
+    settle,
     status_of,
 )
+
+Verb: TypeAlias = Callable[[Connection, Connection, DispatchJob], Awaitable[object]]
 
 
 async def test_a_reclaim_over_several_tenants_takes_no_more_than_its_limit_in_all(
@@ -34,23 +44,62 @@ async def test_a_reclaim_over_several_tenants_takes_no_more_than_its_limit_in_al
     assert taken == [["a", "a", "b"], ["b"], []]
 
 
+async def _withdraw(gateway: Connection, worker: Connection, job: DispatchJob) -> object:
+    return await RelayDispatchRepository(gateway, TENANT).mark_expired(job.job_id)
+
+
+async def _complete(gateway: Connection, worker: Connection, job: DispatchJob) -> object:
+    return said(await settle(worker, job))
+
+
+async def _retry(gateway: Connection, worker: Connection, job: DispatchJob) -> object:
+    return said(await retry(worker, job))
+
+
+async def _release(gateway: Connection, worker: Connection, job: DispatchJob) -> object:
+    return said(await release(worker, job, started=True))
+
+
+VERBS: dict[str, tuple[Verb, object, str]] = {
+    "withdraw": (_withdraw, 1, "expired"),
+    "complete": (_complete, ("applied", "succeeded"), "succeeded"),
+    "retry": (_retry, ("applied", "pending"), "pending"),
+    "release": (_release, ("applied", "pending"), "pending"),
+}
+
+
 @pytest.mark.invariant("I3")
-async def test_a_withdrawal_that_had_to_wait_for_its_row_ends_the_job(
-    admin: Connection, gateway: Connection, worker: Connection
+@pytest.mark.parametrize("name", VERBS)
+async def test_a_verb_that_had_to_wait_for_its_row_does_what_it_was_asked_to(
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection, name: str
 ) -> None:
     """The row has another version by then than the one that was found."""
-    job = await claimed_job(gateway, worker)
-    ended: list[int] = []
+    verb, answer, status = VERBS[name]
+    job = await claimed_job(gateway, worker, max_attempts=2)
+    answers = []
 
-    async def withdraw() -> None:
-        ended.append(await RelayDispatchRepository(gateway, TENANT).mark_expired(job.job_id))
+    async def ask() -> None:
+        answers.append(await verb(gateway, worker, job))
 
-    async with anyio.create_task_group() as group, worker.transaction():
-        assert await heartbeat(worker, [job]) == ["applied"]
-        group.start_soon(withdraw)
-        await wait_until_blocked(admin, pid_of(gateway), by=pid_of(worker))
-    assert ended == [1]
-    assert await status_of(gateway, job.job_id) == "expired"
+    async with connected(database.worker_dsn) as beating, anyio.create_task_group() as group, beating.transaction():
+        assert await heartbeat(beating, [job]) == ["applied"]
+        group.start_soon(ask)
+        await wait_until_blocked(admin, pid_of(gateway if verb is _withdraw else worker), by=pid_of(beating))
+    assert answers == [answer]
+    assert await status_of(gateway, job.job_id) == status
+
+
+async def test_late_claims_that_somebody_is_just_deciding_are_not_waited_for(
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
+) -> None:
+    decided, late = [await claimed_job(gateway, worker) for _ in range(2)]
+    await pass_deadline(admin, decided.job_id, late.job_id)
+    # Who waits is not to wait for ever.
+    await gateway.execute("set statement_timeout = '20s'")
+    async with connected(database.admin_dsn) as decider, decider.transaction():
+        await decider.execute(f"select from {QUEUE} where job_id = $1 for update", decided.job_id)
+        rows = await gateway.fetch("select job_id from relay.expire_late($1, null, 10)", TENANT)
+    assert [row["job_id"] for row in rows] == [late.job_id]
 
 
 async def test_a_poll_waits_for_who_decides_a_late_job_and_leaves_the_callers_lock_timeout_as_it_was(

@@ -1,1 +1,1 @@
-"""Is a machine worth anything? `python -m tests.mutants` breaks the product in small ways; the machine has to tell."""
+"""Is a test worth anything? `python -m tests.mutants` breaks the product in small ways; one has to tell of each."""

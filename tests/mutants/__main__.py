@@ -1,165 +1,156 @@
-"""Break the product in small ways, one at a time, and look which rule of which machine tells, in how many games.
+"""Break the product in small ways, one at a time, and look whether what is to tell of it does.
 
-    python -m tests.mutants                    all of them, some seconds each
+A mutant is one place of an SQL function or of a module of the SDKs, said in another way (the tables of tests/mutants).
+The Hypothesis machine of its room has to turn red, or the test that the table names where no machine plays that.
+
+    python -m tests.mutants                    all of them: some seconds each, half an hour in all
     python -m tests.mutants -k fence lease     those whose name, function or file has one of the words
     python -m tests.mutants --seed 7           other games than the suite's
     python -m tests.mutants --all              also those of which it is known that nothing can tell them
+    python -m tests.mutants --list             try none; look whether their places are still there. Seconds, no server
 
-Functions are replaced in a clone of the migrated database, and the machine plays in this process; for Python it plays
-in another one, on a copy of the sources. It stops at its first failure. The last line counts those that live and are
-not known for equivalent, and those whose text is not there any more: of any it ends with 1.
+First, all that is to tell plays with nothing changed, and must pass. Your tree and your databases are left alone:
+functions are replaced in clones of a database on a server that is thrown away, files in copies of the sources; so
+nothing is left behind where it is interrupted either.
+
+Each line is a mutant: seconds, name, and the game or test that told; or LIVES, or GONE where the text that it would
+change is not there any more, or BROKEN where it cannot be tried. The table at the end counts them.
+Exit status: 0 every one was told, or is known for equivalent; 1 some were not; 2 nothing was tried; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import io
-import os
-import re
-import shutil
-import subprocess
+import signal
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from pathlib import PurePath
 
-import asyncpg
 from hypothesis import Phase, settings
 
-from dispatch_core.dev.postgres import DSN_VARIABLE, DevServer, start_local_server
-from tests import test_dispatch_machine, test_durable_machine, test_sdk_machine
-from tests.mutants import python_sdk, sql_dispatch, sql_durable
+from dispatch_core.dev.postgres import start_local_server
+from tests.mutants import python_sdk, sql_dispatch, sql_durable, sql_outbox, sql_tenancy
 from tests.mutants.mutant import Mutant
-from tests.support.databases import TestDatabase, make_template, new_database
+from tests.mutants.stand import ROOT, BrokenError, Stand
 
-ROOT = Path(__file__).parents[2]
+MUTANTS = [
+    *sql_tenancy.MUTANTS,
+    *sql_dispatch.MUTANTS,
+    *sql_outbox.MUTANTS,
+    *sql_durable.MUTANTS,
+    *python_sdk.MUTANTS,
+]
 FAST = {"fsync": "off", "full_page_writes": "off"}
-COPIED = ("dispatch_core", "gateway_sdk", "relay_sdk", "migrations", "tests", "pyproject.toml")
-
-Test = Callable[[TestDatabase, bool, int], None]
-DISPATCH: tuple[Any, Test] = (
-    test_dispatch_machine,
-    test_dispatch_machine.test_gateways_holders_and_sweeps_in_any_order_do_what_the_model_says,
-)
-DURABLE: tuple[Any, Test] = (
-    test_durable_machine,
-    test_durable_machine.test_holders_people_and_a_reaper_in_any_order_do_what_the_model_says,
-)
-SDK: tuple[Any, Test] = (
-    test_sdk_machine,
-    test_sdk_machine.test_gateways_and_relays_do_what_the_model_allows_whatever_their_handlers_do,
-)
+VERDICTS = ("told", "equivalent", "LIVES", "GONE", "BROKEN")
+BAD = VERDICTS[2:]
 
 
-class Stand:
-    """One server and one template, for all of them."""
+class Table:
+    """Verdicts: a line each as they come, and how many of each there were."""
 
-    def __init__(self, runner: asyncio.Runner, server: DevServer, seed: int) -> None:
-        self._runner = runner
-        self._server = server
-        self._seed = seed
-        self._template = runner.run(make_template(server))
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {}
+        self._bad: list[str] = []
 
-    def told(self, mutant: Mutant) -> str:
-        """Return what told of the mutant, in which game; '' where nothing did."""
-        if mutant.file.endswith(".sql"):
-            with self._database() as database:
-                self._runner.run(_execute(database.admin_dsn, mutant.text(ROOT)))
-                return self._played(DURABLE if "_durable_" in mutant.file else DISPATCH, database)
-        return self._played_on_a_copy(SDK, mutant)
+    def add(self, mutant: Mutant, verdict: str, what: str, seconds: float = 0) -> None:
+        print(f"{seconds:5.1f} s  {mutant.title:76} {what if verdict == 'told' else f'{verdict}: {what}'}", flush=True)
+        file = PurePath(mutant.file)
+        self._counts.setdefault(file.name if mutant.is_sql else str(file), Counter())[verdict] += 1
+        if verdict in BAD:
+            self._bad.append(f"{verdict}: {mutant.title} ({mutant.file})")
 
-    @contextlib.contextmanager
-    def _database(self) -> Iterator[TestDatabase]:
-        context = new_database(self._server, self._template)
-        database = self._runner.run(context.__aenter__())
-        try:
-            yield database
-        finally:
-            self._runner.run(context.__aexit__(None, None, None))
+    def show(self) -> int:
+        """Print the counts, by file, and again what is bad; return whether there is any, as the exit status."""
+        print(f"\n{'':34}", *(f"{verdict:>10}" for verdict in VERDICTS))
+        for name, counts in [*self._counts.items(), ("all", sum(self._counts.values(), Counter()))]:
+            print(f"{name:34}", *(f"{counts[verdict]:10}" for verdict in VERDICTS))
+        return self.show_bad()
 
-    def _played(self, machine: tuple[Any, Test], database: TestDatabase) -> str:
-        module, test = machine
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(said):
-                test(database, False, self._seed)
-        except Exception as error:  # noqa: BLE001  that is what is hoped for
-            games = int(module.Game.stage.games)
-            return _in_short(games, "".join(traceback.format_exception(error)))
-        return ""
-
-    def _played_on_a_copy(self, machine: tuple[Any, Test], mutant: Mutant) -> str:
-        module, _ = machine
-        with tempfile.TemporaryDirectory(prefix="mutant-") as name:
-            for part in COPIED:
-                if (ROOT / part).is_dir():
-                    shutil.copytree(ROOT / part, Path(name) / part, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(ROOT / part, Path(name) / part)
-            (Path(name) / mutant.file).write_text(mutant.text(ROOT))
-            path = Path(module.__file__).relative_to(ROOT)
-            copy = Path(name) / path
-            copy.write_text(copy.read_text().replace("PATIENCE = 90.0", "PATIENCE = 15.0"))
-            command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path), f"--seed={self._seed}"]
-            done = subprocess.run(
-                [sys.executable, *command], cwd=name, capture_output=True, text=True, check=False,
-                env={**os.environ, "PYTHONPATH": name, DSN_VARIABLE: self._server.admin_dsn},
-            )  # fmt: skip
-        if done.returncode == 0:
-            return ""
-        games = re.search(r"^games: (\d+)$", done.stdout, re.MULTILINE)
-        return _in_short(0 if games is None else int(games[1]), done.stdout + done.stderr)
+    def show_bad(self) -> int:
+        print("", *self._bad, sep="\n")
+        return int(bool(self._bad))
 
 
-async def _execute(dsn: str, text: str) -> None:
-    connection = await asyncpg.connect(dsn)
+def tried(mutant: Mutant, told: Callable[[Mutant], str]) -> tuple[str, str]:
+    """Return the verdict, and what there is to say of it."""
     try:
-        await connection.execute(text)
-    finally:
-        await connection.close()
+        what = told(mutant)
+    except LookupError as error:
+        return "GONE", str(error.args[0])
+    except BrokenError as error:
+        return "BROKEN", str(error)
+    if what:
+        return "told", what + (f" (though: {mutant.equivalent})" if mutant.equivalent else "")
+    return ("equivalent", mutant.equivalent) if mutant.equivalent else ("LIVES", "nothing told")
 
 
-def _in_short(games: int, out: str) -> str:
-    """Return the game (the failed one is played twice, to be shown), its last step and the error."""
-    steps = [name for name in re.findall(r"\bstate\.(\w+)\(", out) if name != "teardown"]
-    errors = re.findall(r"^(?:E\s+)?(?:\w+\.)*(\w*(?:Error|Fault|Failure|Violation\w*)\b:? ?.*)$", out, re.MULTILINE)
-    return f"game {max(1, games - 1):2}, {steps[-1] if steps else '?'}: {errors[-1][:70] if errors else '?'}"
+def listed(mutant: Mutant) -> str:
+    """Return what is to tell of the mutant, whose place is still there. Raises: LookupError."""
+    mutant.text(ROOT)
+    path, _, name = mutant.test.partition("::")
+    if path and not ((file := ROOT / "tests" / path).is_file() and f"def {name}(" in file.read_text()):
+        raise LookupError(f"there is no test {mutant.test}")
+    return "" if mutant.equivalent else mutant.test or "the machine"
 
 
 def main() -> int:
-    """Try them all; print one line each."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-k", nargs="*", default=[""], help="those whose name, function or file has one of these in it")
-    parser.add_argument("--seed", type=int, default=1, help="of the games")
+    """Try them; print a line each, and a table at the end."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-k", nargs="+", default=[""], help="those whose name, function or file has one of these in it")
+    parser.add_argument("--seed", type=int, default=1, help="of the games (1, as in the suite)")
     parser.add_argument("--all", action="store_true", help="also those that are known to be equivalent")
+    parser.add_argument("--list", action="store_true", help="try none; look whether their places are still there")
     options = parser.parse_args()
+    mutants = [
+        mutant
+        for mutant in MUTANTS
+        if any(word in f"{mutant.file} {mutant.title}" for word in options.k)
+        and (options.all or options.list or not mutant.equivalent)
+    ]
+    if not mutants:
+        print("there is no such mutant", file=sys.stderr)
+        return 2
+    table = Table()
+    if options.list:
+        for mutant in mutants:
+            table.add(mutant, *tried(mutant, listed))
+        return table.show_bad()
+    # Whoever ends it in another way than by Ctrl-C: the server is to go all the same.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return try_all(mutants, options.seed, table)
+    except KeyboardInterrupt:
+        table.show()
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def try_all(mutants: list[Mutant], seed: int, table: Table) -> int:
+    """Try them on a server of their own; return the exit status."""
     # No shrinking: the number of games is that of the first failure.
     settings.register_profile("first-failure", phases=[Phase.generate])
     settings.load_profile("first-failure")
-    alive = 0
     with start_local_server(settings=FAST, ephemeral=True, in_memory=True) as server, asyncio.Runner() as runner:
-        stand = Stand(runner, server, options.seed)
-        for mutant in [*sql_dispatch.MUTANTS, *sql_durable.MUTANTS, *python_sdk.MUTANTS]:
-            text = f"{mutant.file} {mutant.function} {mutant.name}"
-            if any(word in text for word in options.k) and (options.all or not mutant.equivalent):
-                began = time.monotonic()
-                try:
-                    told = stand.told(mutant)
-                except LookupError as error:
-                    told, is_caught = str(error), False
-                else:
-                    is_caught = bool(told)
-                alive += not is_caught and not mutant.equivalent
-                verdict = told or (f"lives: {mutant.equivalent}" if mutant.equivalent else "LIVES")
-                name = f"{mutant.function}: {mutant.name}"
-                print(f"{time.monotonic() - began:5.1f} s  {name:68} {verdict}", flush=True)
-    print(f"{alive} live")
-    return int(alive > 0)
+        stand = Stand(runner, server, seed)
+        began = time.monotonic()
+        try:
+            failed = stand.told_of_nothing(mutants)
+        except BrokenError as error:
+            failed = str(error)
+        if failed:
+            print(f"with nothing changed: {failed}; so nothing was tried", file=sys.stderr)
+            return 2
+        print(f"{time.monotonic() - began:5.1f} s  with nothing changed all pass; mutants: {len(mutants)}", flush=True)
+        for mutant in mutants:
+            began = time.monotonic()
+            verdict = tried(mutant, stand.told)
+            table.add(mutant, *verdict, time.monotonic() - began)
+    return table.show()
 
 
 if __name__ == "__main__":

@@ -16,14 +16,26 @@ class Mutant:
     """Of SQL: without the schema. Of Python: its line, or ''."""
     name: str
     changes: tuple[tuple[str, str], ...]
+    test: str
+    """The test that tells it, as pytest names it, without `tests/`; '' = the machine of its room does."""
     equivalent: str
     """Why nothing can tell it, where nothing can; else ''."""
 
-    def __init__(self, file: str, function: str, name: str, *changes: str, equivalent: str = "") -> None:
+    def __init__(
+        self, file: str, function: str, name: str, *changes: str, test: str = "", equivalent: str = ""
+    ) -> None:
         pairs = tuple(zip(changes[::2], changes[1::2], strict=True))
-        fields = {"file": file, "function": function, "name": name, "changes": pairs, "equivalent": equivalent}
-        for field, value in fields.items():
+        fields = {"file": file, "function": function, "name": name, "changes": pairs}
+        for field, value in {**fields, "test": test, "equivalent": equivalent}.items():
             object.__setattr__(self, field, value)
+
+    @property
+    def title(self) -> str:
+        return f"{self.function.removesuffix('(')}: {self.name}"
+
+    @property
+    def is_sql(self) -> bool:
+        return self.file.endswith(".sql")
 
     def text(self, root: Path) -> str:
         """Return the changed file of those below `root`. Raises: LookupError where a text is not there, or twice."""
@@ -39,10 +51,10 @@ class Mutant:
     def _place(self, text: str) -> tuple[int, int]:
         if not self.function:
             return 0, len(text)
-        opening = f"create or replace function relay.{self.function}(" if self.file.endswith(".sql") else self.function
+        opening = f"create or replace function relay.{self.function}(" if self.is_sql else self.function
         begin = text.find(opening)
         if begin < 0:
             raise LookupError(f"{self.file} has no {opening!r}")
-        following = r"^create or replace function " if self.file.endswith(".sql") else r"^ {0,4}(?:async )?def |^class "
+        following = r"^create or replace function " if self.is_sql else r"^ {0,4}(?:async )?def |^class "
         after = re.compile(following, re.MULTILINE).search(text, begin + len(opening))
         return begin, len(text) if after is None else after.start()

@@ -1,4 +1,4 @@
-"""Mutants of the SDKs, for tests/test_sdk_machine.py."""
+"""Mutants of the SDKs and what they share, for tests/test_sdk_machine.py where no test is named."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ _completer = partial(Mutant, "relay_sdk/completer.py")
 _tenant = partial(Mutant, "gateway_sdk/tenant.py")
 _lanes = partial(Mutant, "gateway_sdk/lanes.py")
 _waiter = partial(Mutant, "gateway_sdk/waiter.py")
+_cursor = partial(Mutant, "dispatch_core/cursor.py")
+_batcher = partial(Mutant, "dispatch_core/batcher.py")
+
+_ZERO = "test_relay_cursor.py::test_while_claims_come_back_full_the_cursor_trails_them_and_zero_comes_once_a_second"
 
 MUTANTS = [
     # --- the relay
@@ -40,6 +44,7 @@ MUTANTS = [
         "def _next_turn", "one job more than there are slots", "self._slots.free - self", "1 + self._slots.free - self"
     ),
     _claimer("async def _claim(", "claims are the relay's, and no instance's", "=self._instance_id", "=self._relay_id"),
+    _claimer("def stop(", "it goes on claiming", "self._stopping = True", "pass"),
     _completer("async def _complete(", "completions of any instance", "=self._instance_id", "=self._relay_id"),
     _completer("async def _retry(", "what is put back is completed", ".retry(", ".complete_many("),
     _completer(
@@ -66,5 +71,44 @@ MUTANTS = [
     _waiter(
         "def on_timed_out", "whose time is over has a result", "outcome = WaitTimeoutError", "outcome = UnknownJobError"
     ),
+    _waiter(
+        "def on_timed_out",
+        "with the database down it is a timeout like any",
+        "elif job.error is not None:",
+        "elif False:",
+        "elif job.storing or job.is_silent(0.0 if wait.is_look else _SILENCE_SECONDS) or self._lanes.are_cut_off:",
+        "elif job.storing:",
+        test="test_gateway_faults.py::test_with_the_database_down_a_wait_raises_at_its_timeout_and_at_the_deadline",
+    ),
     _waiter("def on_polled", "an unknown job is waited for", "if result is None:", "if False:"),
+    # --- what both share
+    _cursor(
+        "def position",
+        "no claim from zero is owed",
+        "self._again or self.owed or",
+        "self._again or",
+        test="test_relay_cursor.py::test_a_short_claim_above_the_cursor_owes_one_from_zero",
+    ),
+    _cursor(
+        "def position",
+        "under a backlog never from zero",
+        " or now >= self._zero_at + _EVERY_SECONDS",
+        "",
+        test=_ZERO,
+    ),
+    _cursor("def answered", "it trails by nothing", "max(highest_seq - _TRAIL, 0)", "highest_seq", test=_ZERO),
+    _batcher(
+        "async def _send(",
+        "one bad row hurts its whole batch",
+        "if self._splits(error):",
+        "if False:",
+        test="test_batcher.py::test_a_bad_row_hurts_only_itself",
+    ),
+    _batcher(
+        "def _may_repeat",
+        "what may have had an effect is sent again",
+        "self._idempotent and isinstance(",
+        "isinstance(",
+        test="test_batcher.py::test_without_idempotence_only_a_batch_that_had_no_effect_is_sent_again",
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Mutants of the dispatch room's functions, for tests/test_dispatch_machine.py."""
+"""Mutants of the dispatch room's functions, for tests/test_dispatch_machine.py where no test is named."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ _settle = partial(Mutant, "migrations/functions/32_dispatch_settle.sql")
 _read = partial(Mutant, "migrations/functions/33_dispatch_read.sql")
 _end = partial(Mutant, "migrations/functions/34_dispatch_end.sql")
 _rows = partial(Mutant, "migrations/functions/25_dispatch_rows.sql")
-_tenancy = partial(Mutant, "migrations/functions/10_tenancy.sql")
+_bounded = partial(Mutant, "migrations/functions/35_dispatch_bounded.sql")
 
 _HELD = "q.fence = i.fence and q.claimed_by = p_claimed_by\n        and q.relay_id = p_relay"
+_WAITED = "test_protocol_limits.py::test_a_verb_that_had_to_wait_for_its_row_does_what_it_was_asked_to"
+_POLL = (
+    "test_protocol_limits.py"
+    "::test_a_poll_waits_for_who_decides_a_late_job_and_leaves_the_callers_lock_timeout_as_it_was"
+)
+_SKIP = "test_protocol_sweeps.py::test_sweeps_skip_rows_that_somebody_is_just_deciding"
 
 
 def _holder_verbs() -> list[Mutant]:
@@ -111,6 +117,20 @@ MUTANTS = [
         "order by q.available_at limit p_limit",
         "order by q.available_at desc limit p_limit",
     ),
+    _claim(
+        "promote_due",
+        "without a limit",
+        "order by q.available_at limit p_limit",
+        "order by q.available_at",
+        test="test_protocol_claim.py::test_promotion_is_bounded_by_the_limit_and_skips_rows_that_are_locked",
+    ),
+    _claim(
+        "promote_due",
+        "locked rows are waited for",
+        "for update skip locked",
+        "for update",
+        test="test_protocol_claim.py::test_promotion_is_bounded_by_the_limit_and_skips_rows_that_are_locked",
+    ),
     _claim("claim_again", "to any holder", " and q.claimed_by = p_claimed_by", ""),
     _claim("claim_again", "of any claim", "q.claim_id = p_claim_id and ", ""),
     _claim("claim_again", "past the deadline too", " and q.expires_at > v_now", ""),
@@ -128,6 +148,29 @@ MUTANTS = [
     _settle("complete", "an expired job's completion is repeated", " and d.status <> 'expired' as mine", " as mine"),
     _settle("complete", "any relay is told how a job ended", " and d.relay_id = p_relay limit 1", " limit 1"),
     _settle("complete", "one that comes twice in a call is taken twice", "distinct on (u.job_id, u.fence) u.n", "u.n"),
+    _settle(
+        "complete",
+        "without a lock",
+        "limit 1 for update) l",
+        "limit 1) l",
+        test=_WAITED,
+    ),
+    _settle("retry", "without a lock", "limit 1 for update) l", "limit 1) l", test=_WAITED),
+    _settle(
+        "complete",
+        "by the clock before the wait",
+        "v_tenant, clock_timestamp(), true,",
+        "v_tenant, statement_timestamp(), true,",
+        test="test_protocol_lease.py::test_the_deadline_is_compared_with_the_clock_after_the_wait_for_the_row",
+    ),
+    _settle(
+        "heartbeat",
+        "by the clock of the transaction",
+        "clock_timestamp() + p_lease",
+        "now() + p_lease",
+        test="test_protocol_lease.py"
+        "::test_leases_and_deadlines_count_from_the_write_and_not_from_the_start_of_the_transaction",
+    ),
     _settle("heartbeat", "a heartbeat waits for locked rows", "for no key update skip locked", "for no key update"),
     _settle("heartbeat", "a locked row is called stale", "when l.here then 'busy'", "when l.here then 'stale'"),
     _settle("heartbeat", "stale is called busy", "else 'stale' end", "else 'busy' end"),
@@ -141,7 +184,13 @@ MUTANTS = [
     ),
     _settle("reclaim_lost", "locked rows are waited for", "for update skip locked", "for update"),
     _settle("reclaim", "by a session of any age", "relay.session_age() >= p_lease", "true"),
-    _settle("reclaim", "the limit is every tenant's", "v_left := v_left - v_got;", ""),
+    _settle(
+        "reclaim",
+        "the limit is every tenant's",
+        "v_left := v_left - v_got;",
+        "",
+        test="test_protocol_limits.py::test_a_reclaim_over_several_tenants_takes_no_more_than_its_limit_in_all",
+    ),
     # --- rows
     _rows("return_jobs", "what goes back keeps its fence", "fence = q.fence + 1,", "fence = q.fence,"),
     _rows("return_jobs", "no attempt is given back", "case when i.give_back then 1 else 0 end", "0"),
@@ -189,6 +238,28 @@ MUTANTS = [
     ),
     _rows("drop_jobs", "a key outlives its job", "k.ctid = any (p_keys)", "false"),
     _rows("drop_jobs", "a request outlives its job", "r.ctid = any (p_requests)", "false"),
+    # --- bounds
+    _bounded(
+        "pending_upto",
+        "delayed jobs do not count",
+        "if v_ready < p_limit then",
+        "if false then",
+        test="test_max_pending.py::test_what_is_pending_counts_and_nothing_else",
+    ),
+    _bounded(
+        "pending_upto",
+        "all relays' jobs count",
+        "q.relay_id = p_relay and q.state = 'ready'",
+        "q.state = 'ready'",
+        test="test_max_pending.py::test_what_is_pending_counts_and_nothing_else",
+    ),
+    _bounded(
+        "enqueue_bounded",
+        "what is stored already is refused",
+        "if v_there is not true then\n          outcome",
+        "if true then\n          outcome",
+        test="test_max_pending.py::test_a_job_that_is_stored_already_is_never_refused",
+    ),
     # --- ends and reads
     _end(
         "mark_expired",
@@ -213,7 +284,78 @@ MUTANTS = [
         "is null and q.expires_at <= v_now",
     ),
     _end("purge", "what has only just ended goes", " and d.completed_at < v_until", ""),
-    _end("purge", "the youngest first", "order by d.completed_at limit", "order by d.completed_at desc limit"),
+    _end(
+        "purge",
+        "the youngest first",
+        "order by d.completed_at limit",
+        "order by d.completed_at desc limit",
+        test="test_protocol_sweeps.py::test_a_purge_works_in_bounded_batches_the_oldest_first",
+    ),
+    _end(
+        "purge",
+        "without a limit",
+        "order by d.completed_at limit p_limit",
+        "order by d.completed_at",
+        test="test_protocol_sweeps.py::test_a_purge_works_in_bounded_batches_the_oldest_first",
+    ),
+    _end("purge", "locked results are waited for", "for update skip locked", "for update", test=_SKIP),
+    _end(
+        "expire_late",
+        "locked rows are waited for",
+        "order by q.expires_at limit p_limit for update skip locked",
+        "order by q.expires_at limit p_limit for update",
+        test=_SKIP,
+    ),
+    _end(
+        "expire_late",
+        "claimed rows that are locked are waited for",
+        "cardinality(v_rows), 0) for update skip locked",
+        "cardinality(v_rows), 0) for update",
+        test="test_protocol_limits.py::test_late_claims_that_somebody_is_just_deciding_are_not_waited_for",
+    ),
+    _end(
+        "expire_late",
+        "the limit is of those that wait and of those claimed",
+        "p_limit - coalesce(cardinality(v_rows), 0)",
+        "p_limit",
+        test="test_protocol_sweeps.py::test_a_sweep_stays_within_its_limit_and_the_next_one_goes_on",
+    ),
+    _end(
+        "mark_expired",
+        "without a lock",
+        "q.job_id = i.job_id limit 1 for update",
+        "q.job_id = i.job_id limit 1",
+        test=_WAITED,
+    ),
+    _end(
+        "sweep_turn",
+        "before it is due",
+        " and s.next_due_at <= v_now",
+        "",
+        test="test_protocol_sweeps.py::test_a_sweep_is_done_by_one_caller_an_interval_and_by_each_login_for_itself",
+    ),
+    _end(
+        "sweep_turn",
+        "whoever has it is waited for",
+        "for update skip locked",
+        "for update",
+        test="test_protocol_sweeps.py::test_whoever_has_the_turn_in_an_open_transaction_is_not_waited_for",
+    ),
+    _end(
+        "run_sweeps",
+        "what is left behind waits for the next turn",
+        "perform relay.sweep_again(v_turn);",
+        "null;",
+        test="test_protocol_sweeps.py"
+        "::test_a_sweep_that_leaves_work_behind_is_due_again_at_once_and_so_keeps_up_with_any_load",
+    ),
+    _end(
+        "run_sweeps",
+        "leases are lost to a session of any age",
+        "or v_sweep = 'lease' and coalesce(relay.session_age() < p_lease, true)",
+        "",
+        test="test_protocol_lease.py::test_a_session_younger_than_a_lease_reclaims_nothing",
+    ),
     _end(
         "run_sweeps",
         "lost leases are left",
@@ -227,13 +369,34 @@ MUTANTS = [
         "                when q.late then 'expired'\n",
         "",
     ),
+    _read(
+        "poll",
+        "a completion in flight is not waited for",
+        "limit 1 for key share) l;",
+        "limit 1) l;",
+        test=_POLL,
+    ),
+    _read(
+        "poll",
+        "who never decides is waited for",
+        "limit 1 for key share skip locked) l",
+        "limit 1 for key share) l",
+        test=_POLL,
+    ),
+    _read(
+        "poll",
+        "the lock timeout stays",
+        "perform set_config('lock_timeout', v_lock, true);",
+        "null;",
+        test=_POLL,
+    ),
+    _read(
+        "list_jobs",
+        "the same page again and again",
+        "    and r.job_id < v_older\n",
+        "",
+        test="test_protocol_values.py::test_a_list_of_jobs_is_paged_by_the_newest_and_narrowed_by_relay_and_status",
+    ),
     _read("list_jobs", "a list shows it as it was", "case when q.expires_at <= v_now then 'expired' when", "case when"),
     _read("poll", "a job that has ended is shown without its body", "case when j.fits then j.body end", "null::bytea"),
-    _tenancy(
-        "bind_tenant",
-        "no tenant is any",
-        "      raise exception 'no tenant was given, and none is bound on this connection' using errcode = 'S2001';",
-        "      return '';",
-        equivalent="row security raises the same, where a row is looked at",
-    ),
 ]
