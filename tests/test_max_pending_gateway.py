@@ -86,8 +86,8 @@ async def test_without_a_bound_every_statement_is_as_it_was(
     async def never(*_arguments: Any, **_more: Any) -> None:
         raise AssertionError("counted without being asked to")
 
-    for place in ("dispatch_core.dispatch.enqueue_bounded", "dispatch_core.dispatch.enqueue_keyed_bounded"):
-        monkeypatch.setattr(place, never)
+    for counting in ("enqueue_bounded", "enqueue_keyed_bounded"):
+        monkeypatch.setattr(f"dispatch_core.dispatch_asking.{counting}", never)
     async with open_client(database.gateway_dsn) as client, connected(database.gateway_dsn) as conn:
         acme = client.tenant("acme")
         await asyncio.gather(*(acme.enqueue(RELAY, "Get") for _ in range(30)))

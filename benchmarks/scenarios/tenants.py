@@ -123,7 +123,7 @@ def _recorded() -> Iterator[list[_Claim]]:
     """Record the claims of this process: when they were sent and answered, and whose jobs they brought."""
     claim, claims = RelayDispatchRepository.claim, list[_Claim]()
 
-    async def recorded(self: RelayDispatchRepository, *args: Any, **options: Any) -> ClaimedJobs:
+    async def recorded(self: Any, *args: Any, **options: Any) -> ClaimedJobs:
         claims.append(entry := _Claim(time.monotonic()))
         claimed = await claim(self, *args, **options)
         entry.answered_at, entry.brought = time.monotonic(), frozenset(claimed.counts)
