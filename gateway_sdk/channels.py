@@ -10,8 +10,9 @@ from dispatch_core.database import Connection, Database
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.errors import RelayDispatchError, TenancyError
 from dispatch_core.listener import Listener
-from gateway_sdk.lanes import StartSoon, bounded
+from gateway_sdk.bounded import bounded
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.tasks import StartSoon
 
 __all__ = ["ResultChannels"]
 

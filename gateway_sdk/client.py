@@ -29,11 +29,12 @@ from dispatch_core.requests import Preparer
 from dispatch_core.settings import DurableJobsSettings
 from dispatch_core.task_groups import TaskGroup
 from dispatch_core.tenancy import warn_if_bypassing
+from gateway_sdk.bounded import bounded
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.direct import DirectStatements
 from gateway_sdk.durable import DurableRoom
 from gateway_sdk.health import GatewayCounters, GatewayHealth
-from gateway_sdk.lanes import Lanes, bounded
+from gateway_sdk.lanes import Lanes
 from gateway_sdk.outbox import OutboxDrainer
 from gateway_sdk.outbox_sinks import outbox_of
 from gateway_sdk.runtime import Runtime

@@ -27,7 +27,7 @@ from dispatch_core.models import DispatchRequest, DispatchResult
 from dispatch_core.requests import Preparer
 from dispatch_core.task_groups import TaskGroup
 from gateway_sdk.backlogs import Backlogs
-from gateway_sdk.lanes import bounded
+from gateway_sdk.bounded import bounded
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.under_way import UnderWay
 

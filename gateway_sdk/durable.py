@@ -45,8 +45,8 @@ from gateway_sdk.durable_calls import Calls
 from gateway_sdk.durable_read import JobEvents, JobWatch, is_within
 from gateway_sdk.durable_submit import Chunks, NewJob, submit, submit_in
 from gateway_sdk.durable_watch import JobWatches
-from gateway_sdk.lanes import StartSoon
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.tasks import StartSoon
 from gateway_sdk.under_way import Closed
 
 __all__ = [

@@ -28,7 +28,7 @@ from dispatch_core.errors import (
 )
 from dispatch_core.migrate import check_schema
 from dispatch_core.settings import DurableJobsSettings
-from gateway_sdk.lanes import bounded
+from gateway_sdk.bounded import bounded
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.under_way import UnderWay
 

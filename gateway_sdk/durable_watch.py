@@ -28,7 +28,7 @@ from dispatch_core.errors import DatabaseUnavailableError, RelayDispatchError, U
 from dispatch_core.listener import Listener, ListenerState
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.durable_calls import Calls
-from gateway_sdk.lanes import StartSoon
+from gateway_sdk.tasks import StartSoon
 from gateway_sdk.under_way import Closed
 from gateway_sdk.waits import for_job
 

@@ -28,7 +28,7 @@ from dispatch_core.ids import id_of
 from dispatch_core.models import DispatchRequest
 from dispatch_core.outbox import OutboxEvent, OutboxPark, OutboxSettings
 from dispatch_core.requests import EnqueueRow, prepare
-from gateway_sdk.lanes import EnqueueItem
+from gateway_sdk.lane_enqueue import EnqueueItem
 from gateway_sdk.outbox import OutboxDrainer
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.settings import GatewaySettings
@@ -147,7 +147,7 @@ class DispatchSink:
             return False
         try:
             with runtime.under_way():
-                await runtime.lanes.store_together(tenant, rows, settings.write_timeout_seconds)
+                await runtime.lanes.enqueueing.store_together(tenant, rows, settings.write_timeout_seconds)
         except RelayDispatchError:
             return False
         return True

@@ -17,7 +17,7 @@ from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.doorbell import Doorbell
 from dispatch_core.errors import RelayDispatchError
 from dispatch_core.models import EndedJob
-from gateway_sdk.lanes import bounded
+from gateway_sdk.bounded import bounded
 from gateway_sdk.settings import GatewaySettings
 
 __all__ = ["Sweeper"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import anyio.abc
 
 from dispatch_core.task_groups import TaskGroup
 
-__all__ = ["Tasks"]
+__all__ = ["StartSoon", "Tasks"]
+
+StartSoon: TypeAlias = Callable[[Callable[[], Awaitable[Any]]], None]
+"""`Tasks.start_soon`, as those see it who only start tasks."""
 
 
 class Tasks:

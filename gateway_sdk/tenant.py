@@ -35,7 +35,9 @@ from dispatch_core.errors import (
 from dispatch_core.models import DispatchRequest, DispatchResult
 from gateway_sdk.direct import Load
 from gateway_sdk.durable import DurableJobs
-from gateway_sdk.lanes import EnqueueItem, Look, Withdrawal
+from gateway_sdk.lane_enqueue import EnqueueItem
+from gateway_sdk.lane_expire import Withdrawal
+from gateway_sdk.lane_poll import Look
 from gateway_sdk.runtime import Runtime
 from gateway_sdk.waits import Outcome, Polled, Wait
 

@@ -35,7 +35,8 @@ from gateway_sdk.alarms import Alarms
 from gateway_sdk.channels import ResultChannels
 from gateway_sdk.due import Due
 from gateway_sdk.health import GatewayCounters
-from gateway_sdk.lanes import Lanes, Withdrawal
+from gateway_sdk.lane_expire import Withdrawal
+from gateway_sdk.lanes import Lanes
 from gateway_sdk.settings import GatewaySettings
 from gateway_sdk.waits import Deliver, Job, Outcome, Polled, Room, Wait, for_job
 

@@ -30,7 +30,8 @@ from dispatch_core.errors import (
     TransactionRequiredError,
 )
 from dispatch_core.settings import DurableJobsSettings
-from gateway_sdk import durable_calls, durable_submit, lanes
+from gateway_sdk import durable_calls, durable_submit
+from gateway_sdk.bounded import bounded
 from tests.support import durable
 from tests.support.activity import wait_until_blocked, wait_until_statement_runs
 from tests.support.databases import TestDatabase
@@ -408,7 +409,6 @@ async def test_a_generator_that_is_left_early_has_ended_when_submit_returns(data
 
 def lose_reply(monkeypatch: pytest.MonkeyPatch, number: int) -> Callable[[], int]:
     """Lose the reply of one of a client's durable calls, which is done; return how many there were."""
-    bounded = lanes.bounded
     done = 0
 
     async def losing(database: Database, seconds: float, run: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -445,7 +445,6 @@ async def test_a_small_job_whose_commit_had_no_reply_is_stored_once_even_if_it_h
         await durable.complete(worker, lease)
         await durable.finish(worker, lease.job_id)
 
-    bounded = lanes.bounded
     tries = 0
 
     async def losing(database: Database, seconds: float, run: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -21,7 +21,8 @@ from dispatch_core.errors import (
     InvalidInputError,
     TenancyDeniedError,
 )
-from gateway_sdk import ChunkSpec, durable_calls, lanes
+from gateway_sdk import ChunkSpec, durable_calls
+from gateway_sdk.bounded import bounded
 from gateway_sdk.durable import DurableJobs
 from tests.support import durable
 from tests.support.databases import TestDatabase
@@ -311,7 +312,7 @@ def faults(monkeypatch: pytest.MonkeyPatch, *errors: Exception, is_done: bool) -
         error = errors[len(calls) - 1] if len(calls) <= len(errors) else None
         if error is not None and not is_done:
             raise error
-        answer = await lanes.bounded(database, seconds, run)
+        answer = await bounded(database, seconds, run)
         if error is not None:
             raise error
         return answer

@@ -63,7 +63,7 @@ class Always:
 def decide(client: GatewayClient, *, inside: bool) -> Always:
     assert client._runtime is not None
     decided = Always(inside)
-    client._runtime.lanes.ring_inside = decided  # type: ignore[assignment]
+    client._runtime.lanes.enqueueing._ring_inside = decided  # type: ignore[assignment]
     return decided
 
 

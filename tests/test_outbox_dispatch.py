@@ -12,7 +12,7 @@ import pytest
 from dispatch_core.errors import ConnectionLostError
 from dispatch_core.outbox import DrainReport, Outbox, OutboxEvent, OutboxPark
 from gateway_sdk import DispatchSink, GatewayClient, OutboxRoute
-from gateway_sdk.lanes import Lanes
+from gateway_sdk.lane_enqueue import Enqueueing
 from tests.support.databases import TestDatabase
 from tests.support.gateway import settings_for
 from tests.support.outbox import KIND, make_stale, outbox, take, write
@@ -97,13 +97,13 @@ async def test_what_fails_as_one_statement_is_tried_as_single_calls_are(
     database: TestDatabase, admin: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reply was lost, say: what is stored is stored once."""
-    store = Lanes.store_together
+    store = Enqueueing.store_together
 
-    async def lose_the_reply(self: Lanes, *args: Any) -> None:
+    async def lose_the_reply(self: Enqueueing, *args: Any) -> None:
         await store(self, *args)
         raise ConnectionLostError("lost")
 
-    monkeypatch.setattr(Lanes, "store_together", lose_the_reply)
+    monkeypatch.setattr(Enqueueing, "store_together", lose_the_reply)
     events = [_event(n) for n in range(1, 6)]
     async with GatewayClient(settings=settings_for(database.gateway_dsn)) as client:
         assert await DispatchSink(client, ROUTES).deliver_many(events) == [None] * 5

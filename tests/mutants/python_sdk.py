@@ -14,7 +14,7 @@ _heartbeat = partial(Mutant, "relay_sdk/heartbeat.py")
 _claimer = partial(Mutant, "relay_sdk/claimer.py")
 _completer = partial(Mutant, "relay_sdk/completer.py")
 _tenant = partial(Mutant, "gateway_sdk/tenant.py")
-_lanes = partial(Mutant, "gateway_sdk/lanes.py")
+_withdrawals = partial(Mutant, "gateway_sdk/lane_expire.py")
 _waiter = partial(Mutant, "gateway_sdk/waiter.py")
 _cursor = partial(Mutant, "dispatch_core/cursor.py")
 _batcher = partial(Mutant, "dispatch_core/batcher.py")
@@ -59,10 +59,10 @@ MUTANTS = [
     _tenant("async def enqueue(", "the key is left out", "if row.idempotency_key is not None", "if False"),
     _tenant("async def poll_status", "any tenant is asked for", "lanes.poll[self._tenant]", 'lanes.poll["a"]'),
     _tenant("async def mark_expired", "any tenant's is withdrawn", "lanes.expire[self._tenant]", 'lanes.expire["a"]'),
-    _lanes("async def _send_expire", "always withdrawn", "1 if job_id in withdrawn else 0", "1"),
-    _lanes("async def _send_expire", "withdrawn twice", "withdrawn.discard(job_id)", "pass"),
-    _lanes(
-        "async def _send_expire",
+    _withdrawals("async def _send(", "always withdrawn", "1 if job_id in withdrawn else 0", "1"),
+    _withdrawals("async def _send(", "withdrawn twice", "withdrawn.discard(job_id)", "pass"),
+    _withdrawals(
+        "async def _send(",
         "no handler is told of a withdrawal",
         "self._doorbell.ring_cancel(tenant, job.relay_id, job.job_id)",
         "pass",
