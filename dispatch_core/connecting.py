@@ -17,7 +17,7 @@ import asyncpg
 
 from dispatch_core.connection import Connection, OwnNames, takes_no_writes, watch_socket
 from dispatch_core.driver_errors import READ_ONLY, mapped_errors, translate
-from dispatch_core.dsn_faults import cause, dsn_faults, unreached
+from dispatch_core.dsn_faults import cause, dsn_faults
 from dispatch_core.errors import DatabaseError, DatabaseUnavailableError, RelayDispatchError
 from dispatch_core.hosts import Host, accepted, hosts_of, ordered, target_of
 from dispatch_core.pacing import Pace, pace_of
@@ -64,10 +64,8 @@ async def connect(
 async def open_for_pool(dsn: str, *, loop: object, **options: Any) -> Connection:
     """Connect for a pool of the driver's, which names the event loop too."""
     del loop  # the one that runs
-    try:
+    with dsn_faults(dsn):
         return await _open(dsn, **options)
-    except (OSError, EOFError) as error:
-        raise unreached(dsn, error) from error
 
 
 # --- its turn ---------------------------------------------------------------------------------------------------------
@@ -77,10 +75,9 @@ async def _open_in_turn(dsn: str, *, timeout: float, **options: Any) -> Connecti
     pace = pace_of(dsn)
 
     async def attempt(proves: bool) -> Connection:
-        try:
+        # Here and not only around all of it: those who wait for this try are told the same.
+        with dsn_faults(dsn):
             conn = await _open(dsn, timeout=timeout, **options)
-        except (OSError, EOFError) as error:
-            raise unreached(dsn, error) from error
         if proves:
             await prove(conn, pace, timeout)
         return conn
@@ -107,9 +104,9 @@ async def prove(conn: Connection, pace: Pace, timeout: float) -> None:
 def again(error: Exception) -> Exception:
     """Return an error of its own for each who waited for one try."""
     ours = error if isinstance(error, RelayDispatchError) else translate(error, connecting=True)
-    if isinstance(ours, DatabaseError):
-        return type(ours)(str(ours), sqlstate=ours.sqlstate)
-    return DatabaseUnavailableError(f"PostgreSQL could not be reached: {error}") if ours is None else ours
+    if ours is None:
+        return DatabaseUnavailableError(f"PostgreSQL could not be reached: {error}")
+    return type(ours)(str(ours), sqlstate=ours.sqlstate) if isinstance(ours, DatabaseError) else type(ours)(str(ours))
 
 
 def refuses_login(error: Exception) -> bool:

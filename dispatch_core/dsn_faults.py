@@ -17,7 +17,7 @@ import asyncpg
 
 from dispatch_core.errors import ConfigurationError, DatabaseUnavailableError
 
-__all__ = ["cause", "dsn_faults", "unreached"]
+__all__ = ["cause", "dsn_faults"]
 
 _ENCODE: Final = "@ : / ? # in user, password and database must be percent-encoded (%40 %3A %2F %3F %23)"
 _SSL_MODES: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
@@ -36,7 +36,7 @@ def dsn_faults(dsn: str) -> Iterator[None]:
     except (ValueError, OverflowError) as error:
         raise _unusable(dsn, error) from None
     except (OSError, EOFError) as error:
-        raise unreached(dsn, error) from error
+        raise _unreached(dsn, error) from error
 
 
 def _unusable(dsn: str, error: Exception) -> ConfigurationError:
@@ -58,8 +58,7 @@ def _unusable(dsn: str, error: Exception) -> ConfigurationError:
     return whole
 
 
-def unreached(dsn: str, error: OSError | EOFError) -> DatabaseUnavailableError:
-    """Return our error for a server that could not be reached, or not in time."""
+def _unreached(dsn: str, error: OSError | EOFError) -> DatabaseUnavailableError:
     hosts = _hosts(dsn)
     late = isinstance(error, TimeoutError) and error.errno is None
     how = " in time" if late else f": {cause(error)}"

@@ -32,6 +32,7 @@ from dispatch_core.errors import (
     UnknownJobError,
     WaitTimeoutError,
 )
+from dispatch_core.pacing import pace_of
 from dispatch_core.tenancy import bypasses_row_security, warn_if_bypassing
 from tests.support.activity import terminate, wait_until_statement_runs
 from tests.support.databases import TestDatabase
@@ -188,6 +189,20 @@ async def test_an_unusable_dsn_is_told_by_its_cause(dsn: str, cause: str) -> Non
         with pytest.raises(ConfigurationError, match=cause) as caught:
             await opening
         assert ("percent" in str(caught.value)) is ("percent" in cause)
+
+
+async def test_who_waited_for_the_try_of_another_hears_of_an_unusable_dsn_as_the_other_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dsn = "postgresql://ann:s3cr/et@db/app"
+    monkeypatch.setattr("dispatch_core.pacing.full_jitter", lambda *_: 0.05)
+    pace = pace_of(dsn)
+    pace.suspect()  # so that they try one at a time
+    told = await asyncio.gather(*(connect(dsn) for _ in range(8)), return_exceptions=True)
+    assert pace.tries < 8
+    assert [type(error) for error in told] == [ConfigurationError] * 8
+    assert len(set(map(str, told))) == 1
+    assert len(set(map(id, told))) == 8
 
 
 @pytest.mark.parametrize("dsn", ["postgresql://ann:1@23@db.invalid/app", "postgresql://ann.invalid:12/3@db/app"])
