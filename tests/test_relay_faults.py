@@ -369,7 +369,8 @@ async def test_killed_sessions_are_replaced_and_wake_ups_come_back(
                 "select pg_terminate_backend(pid) from pg_stat_activity where usename = 'relay_worker_login'"
                 " and datname = current_database()"
             )
-            job_id = await jobs.enqueue()  # found by the catch-up, or rung for
+            job_id = await jobs.enqueue()  # found by the catch-up
+            await jobs.ring()  # which may have been before
             await eventually(lambda: relay.health().listener == "listening")
             await jobs.end(job_id)
             await eventually(lambda: relay.health().status == "ok")

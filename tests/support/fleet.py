@@ -29,6 +29,8 @@ from tests.support.eventually import eventually
 from tests.support.parent import end_with_parent
 
 ROOT = Path(__file__).parents[2]
+UNREACHABLE = 5
+"""The exit code of a relay that finds no database at its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,10 @@ def serve(relay: Relay, journal: Journal) -> Relay:
     return relay
 
 
+class CutAtStartError(AssertionError):
+    """The relay has ended before it worked, since the database was away; the message is what it logged."""
+
+
 class RelayProcess:
     """A relay that is a process, by `Relay.main`."""
 
@@ -103,7 +109,10 @@ class RelayProcess:
 async def relay_process(
     dsn: str, journal: Journal, relay_id: str, *tenants: str, **settings: Any
 ) -> AsyncIterator[RelayProcess]:
-    """Run a relay process that works once the block begins; SIGTERM ends it with the block, if it still lives."""
+    """Run a relay process that works once the block begins; SIGTERM ends it with the block, if it still lives.
+
+    Raises: CutAtStartError, in a group: whoever starts relays is to start that one again.
+    """
     names = {f"RELAY_{name.upper()}": str(value) for name, value in settings.items()}
     process = await anyio.open_process(
         [sys.executable, "-m", "tests.support.fleet", str(journal.path), relay_id, *tenants],
@@ -117,6 +126,8 @@ async def relay_process(
         async with anyio.create_task_group() as group:
             group.start_soon(relay._read)
             await eventually(lambda: " works as " in relay.log or process.returncode is not None, 30)
+            if process.returncode == UNREACHABLE:
+                raise CutAtStartError(relay.log)
             assert process.returncode is None, relay.log
             yield relay
             if process.returncode is None:
