@@ -54,7 +54,11 @@ MUTANTS = [
     _enqueue("enqueue", "jobs of one call share their place", "v_seq + u.n - 1", "v_seq"),
     _enqueue("request_digest", "a key's digest leaves the body out", "encode(sha256(p_body), 'hex')", "''"),
     _enqueue(
-        "request_digest", "a key's digest leaves the relay out", "jsonb_build_array(p_relay,", "jsonb_build_array("
+        "request_digest",
+        "a key's digest leaves the relay out",
+        "jsonb_build_array(p_relay,",
+        "jsonb_build_array(",
+        test="test_protocol_keys.py::test_the_same_request_under_one_key_is_one_job_and_another_request_is_refused",
     ),
     _enqueue("enqueue_keyed", "a key stands for any request", "if v_found.request_digest <> v_digest", "if false"),
     _enqueue(
@@ -75,7 +79,13 @@ MUTANTS = [
     # --- claim
     _claim("claim", "the deadline is ignored", "q.expires_at <= v_now as late", "false as late"),
     _claim("claim", "the cursor is ignored", " and q.seq > v_after", ""),
-    _claim("claim", "the attempt is not counted", "attempt = q.attempt + 1,", "attempt = greatest(q.attempt, 1),"),
+    _claim(
+        "claim",
+        "the attempt is not counted",
+        "attempt = q.attempt + 1,",
+        "attempt = greatest(q.attempt, 1),",
+        test="test_protocol_claim.py::test_the_attempt_is_counted_by_the_claim_so_that_a_worker_that_dies_has_used_it",
+    ),
     _claim("claim", "the fence stays", "fence = q.fence + 1,", "fence = greatest(q.fence, 1),"),
     _claim(
         "claim",
