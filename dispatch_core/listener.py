@@ -12,18 +12,13 @@ believes to be listening who is not. `run` goes through these states, for ever:
 **Order (C03).** Connect, LISTEN confirmed, then the catch-up: what was committed before the LISTEN is found by the
 catch-up's read, what is committed after it rings.
 
-**Proof at the start (C05).** A NOTIFY to a channel of our own carries the process id of the backend that sent it. On a
-direct connection that is the id which the server gave at log-in. Where it differs, a pooler stands between; then a
-second connection rings once while this one is idle, which tells a session pooler (it arrives) from a transaction pooler
-(it does not). Until that is proven nothing else is done in the session, which might be somebody else's next.
+**Proof (C01, C05).** A new session must have shown that it is ours alone and hears; then, every `probe_seconds`, it is
+asked whether it still listens, and must answer within `probe_timeout_seconds`: the sum bounds how long deafness can
+last unseen. How both is done is told in `listening_proof`.
 
-**Proof afterwards (C01).** A connection that was dropped without a FIN looks idle. So every `probe_seconds` the session
-is asked whether it still listens, and must answer within `probe_timeout_seconds`: the sum bounds how long deafness can
-last unseen. It is a question and no NOTIFY, because before PostgreSQL 19 every ring wakes every listener of the
-database. It is also asked whether its server takes writes: where one was made read only, everybody rings elsewhere.
-
-**No subscription, no LISTEN.** For the same reason the channel of our own is left as soon as the proof is over: a
-process that only rings, as a gateway does that waits for no result, is then woken by nobody's rings.
+**No subscription, no LISTEN.** Every ring wakes every listener of the database. So the channel of our own, on which the
+first proof rings, is left as soon as that is over: a process that only rings, as a gateway does that waits for no
+result, is then woken by nobody's rings.
 
 **One backend.** After a reconnect the old session is ended on the server: where no FIN could reach it, it would stay
 for hours and keep the notification queue from being cut.
@@ -50,7 +45,8 @@ from dispatch_core.errors import (
     InvalidInputError,
     RelayDispatchError,
 )
-from dispatch_core.listening import MAX_NAME_BYTES, Echo, ListeningConnection, quoted
+from dispatch_core.listening import MAX_NAME_BYTES, Echo, ListeningConnection
+from dispatch_core.listening_proof import PoolerFound, end_predecessors, probe, prove, read_only
 from dispatch_core.pacing import pace_of
 
 __all__ = ["MAX_CHANNELS", "Listener", "ListenerState"]
@@ -61,28 +57,6 @@ ListenerState: TypeAlias = Literal["connecting", "listening", "degraded", "polli
 
 MAX_CHANNELS: Final = 1000
 """Each channel that a session listens on makes every ring of anybody dearer, so above this the rest is polled."""
-
-_PROBE_SQL: Final = """
-select pg_catalog.pg_backend_pid() as pid,
-       $1::text is null
-       or exists (select from pg_catalog.pg_listening_channels() as c (name) where c.name = $1) as listening,
-       pg_catalog.current_setting('transaction_read_only')::boolean as read_only
-"""
-
-_END_PREDECESSORS_SQL: Final = """
-select pg_catalog.pg_terminate_backend(a.pid)
-from pg_catalog.pg_stat_activity as a
-where a.application_name = $1 and a.pid <> pg_catalog.pg_backend_pid()
-  and a.usename = session_user and a.datname = pg_catalog.current_database()
-"""
-
-
-def _read_only() -> ConnectionLostError:
-    return ConnectionLostError("the server takes no writes, so whoever rings does it elsewhere")
-
-
-class _PoolerFound(Exception):  # noqa: N818  (not an error: an answer)
-    """The session behind the connection is not ours alone."""
 
 
 class Listener:
@@ -221,7 +195,7 @@ class Listener:
                 with mapped_errors():
                     rows: list[Any] = await conn.fetch(sql, *args, timeout=self._probe_seconds + self._probe_timeout)
                 if takes_no_writes(conn):
-                    raise _read_only()  # a ring that nobody hears
+                    raise read_only()  # a ring that nobody hears
                 return rows
             except DatabaseUnavailableError as error:
                 self._lose(conn, error)
@@ -262,7 +236,7 @@ class Listener:
                     await self._listen_until_lost(first_try_is_over)
                 except ConfigurationError:
                     raise
-                except _PoolerFound:
+                except PoolerFound:
                     self._become("polling_only", None)
                     delay = self._pooler_retry * random.uniform(0.5, 1.0)
                 except RelayDispatchError as error:
@@ -279,9 +253,10 @@ class Listener:
         conn = self._any_conn = await self._connect()
         try:
             conn.add_termination_listener(self._on_termination)
-            await self._prove(conn)
+            self.backend_pid = await prove(conn, self._echo, self._on_notification, self._connect)
             if self._left_behind:
-                await self._end_predecessors(conn)
+                await end_predecessors(conn, self.application_name)
+                self._left_behind = False
             self._conn = conn
             # Nobody has subscribed to it, so it is left, once all channels that are wanted stand.
             self._active.add(self._echo.channel)
@@ -337,47 +312,9 @@ class Listener:
             # Whoever took one channel away took them all: a pooler's reset does.
             channel = next(iter(self._active), None)
             sent_at = time.monotonic()
-            with mapped_errors():
-                row = await conn.fetchrow(_PROBE_SQL, channel)
+            await probe(conn, self.backend_pid, channel)
             took = time.monotonic() - sent_at
-        if row is None or row["pid"] != self.backend_pid or not row["listening"]:
-            raise _PoolerFound  # another session answers now
-        if row["read_only"]:
-            raise _read_only()
         self._call(self._round_trip_callbacks, took)
-
-    async def _prove(self, conn: ListeningConnection) -> None:
-        """Find out that the session is ours and hears; raise _PoolerFound where it is not.
-
-        Only statements without arguments, which are one message each: a pooler may give each to another backend.
-        """
-        with mapped_errors():
-            await conn.listen([self._echo.channel], self._on_notification)
-            sender = await self._echo.ring(conn)
-        if takes_no_writes(conn):
-            raise _read_only()
-        self.backend_pid = sender
-        if sender == conn.get_server_pid():
-            return
-        if sender is not None:
-            # A pooler, which does not pass the real process id on. It sends us what comes while we talk to the backend,
-            # but does it send what comes while we do not?
-            other = await self._connect()
-            try:
-                with mapped_errors():
-                    if await self._echo.ring(other) is not None:
-                        return
-            finally:
-                await close_connection(other)
-        with mapped_errors():
-            # Or is it the line that is dead? Then this raises. The backend is somebody else's next: leave it as it was.
-            await conn.execute(f"unlisten {quoted(self._echo.channel)}")
-        raise _PoolerFound
-
-    async def _end_predecessors(self, conn: ListeningConnection) -> None:
-        with mapped_errors():
-            await conn.fetch(_END_PREDECESSORS_SQL, self.application_name)
-        self._left_behind = False
 
     # --- keeping LISTEN in step with the subscriptions ---
 
