@@ -5,7 +5,8 @@ A connection is in one of these states:
     being opened -> lent      it is its turn to be tried (`pacing`), and the driver's pool has opened it
     lent         -> kept      its block ended well; or it goes straight to whoever waits longest
     kept         -> lent      without a turn of the event loop
-    lent, kept   -> gone      broken, old or of a retired generation: the driver's pool closes it, or makes it whole
+    lent         -> gone      broken, old or of a retired generation: the driver's pool closes it, or makes it whole
+    kept         -> gone      retired, found closed, or idle for long: it is cut
 
 **Kept here.** In the driver's pool acquire and release cost as much as a statement: a task, a shield, three timers. A
 caller's pool is left as it is, since others draw on it too: each use is an acquire and a release.
@@ -87,9 +88,9 @@ class Pool:
         self._connect_timeout = connect_timeout
         self.command_timeout: Final = command_timeout
         self.is_borrowed: Final = borrowed is not None
+        self.is_open = self.is_borrowed
         self._driver_pool: Any = borrowed
-        self._closing_pool: Any = None
-        """The driver's pool that is being closed, or was."""
+        """Of our own: the one that is open, or was last."""
         # How the connections of a caller's pool are opened is its owner's. That nobody is free there says nothing of
         # the server. Our own gets in `open` the one that all have who use its DSN.
         self._pace = Pace(silence_counts=not self.is_borrowed)
@@ -109,10 +110,6 @@ class Pool:
         """The database has let us wait for the whole of the time that putting a connection away may take."""
 
     # --- from its opening to its end ---
-
-    @property
-    def is_open(self) -> bool:
-        return self._driver_pool is not None
 
     @property
     def is_away(self) -> bool:
@@ -151,6 +148,7 @@ class Pool:
             driver_pool.terminate()
             raise
         self._driver_pool, self._idle, self._places = driver_pool, first, len(first)
+        self.is_open = True
 
     async def on_opened(self, conn: Connection) -> None:
         """Note that the driver's pool has opened a connection, before it is lent."""
@@ -159,10 +157,9 @@ class Pool:
 
     async def close(self) -> None:
         """Close it, by force where a connection does not come back in time. Idempotent: yes."""
-        if self.is_borrowed or self._driver_pool is None:
+        if self.is_borrowed or not self.is_open:
             return
-        driver_pool, self._driver_pool = self._driver_pool, None
-        self._closing_pool = driver_pool
+        driver_pool, self.is_open = self._driver_pool, False
         self._openings.cancel()
         if time.monotonic() < self._silent_until:
             driver_pool.terminate()  # it has just been waited for in vain: a good-bye would be too
@@ -182,9 +179,8 @@ class Pool:
     def terminate(self) -> None:
         """Cut all connections of our own pool at once, also while it is being closed. Idempotent: yes."""
         self._openings.cancel()
-        for driver_pool in (self._driver_pool, self._closing_pool):
-            if not self.is_borrowed and driver_pool is not None:
-                driver_pool.terminate()
+        if not self.is_borrowed and self._driver_pool is not None:
+            self._driver_pool.terminate()
 
     # --- lending ---
 
@@ -194,17 +190,17 @@ class Pool:
             kept = self._idle.pop()
             if is_open(kept.conn):
                 return kept
-            self._cut(kept)  # mostly the driver has taken it back by itself
+            self._drop(kept)  # mostly the driver has taken it back by itself
         return None
 
     async def get(self, within: float | None) -> Kept:
-        """Open a connection or wait for one, for a caller who must have got and used it `within` seconds.
+        """Open a connection or wait for one, for a caller who must have got and used it within so many seconds.
 
         Raises: DatabaseUnavailableError.
         """
-        driver_pool = self._driver_pool
-        if driver_pool is None:
+        if not self.is_open:
             raise DatabaseUnavailableError("this Database is not open")
+        driver_pool = self._driver_pool
         # The rest is for the statement: cut off at once, it would take the connection with it that others wait for.
         seconds = self._connect_timeout if within is None else min(within * _WAITED_SHARE, self._connect_timeout)
         until = time.monotonic() + seconds
@@ -283,7 +279,7 @@ class Pool:
             return
         kept = Kept(driver_pool, conn, generation)
         if not self.keep(kept):
-            self._cut(kept)
+            self._drop(kept)
 
     def _why_not(self) -> str:
         why = self._pace.last_error
@@ -304,7 +300,7 @@ class Pool:
                 if kept is None:
                     self._give_up_place()
                 elif not self.keep(kept):
-                    self._cut(kept)
+                    self._drop(kept)
             raise
 
     # --- taking back ---
@@ -314,7 +310,7 @@ class Pool:
         conn, now = kept.conn, time.monotonic()
         if (
             self.is_borrowed
-            or self._driver_pool is None
+            or not self.is_open
             or kept.generation != self._generation
             or now - kept.since > _KEPT_SECONDS
             or not is_open(conn)
@@ -330,7 +326,7 @@ class Pool:
         self._idle.append(kept)
         # The one that was used longest ago, as the driver's pool would do it.
         if now - self._idle[0].used_at > _IDLE_SECONDS and self._places > self._min_size:
-            self._cut(self._idle.pop(0))
+            self._drop(self._idle.pop(0))
         return True
 
     async def put_away(self, kept: Kept) -> None:
@@ -363,11 +359,12 @@ class Pool:
             return  # retired already; those that were opened since have nothing to do with it
         self._generation += 1
         while self._idle:
-            self._cut(self._idle.pop())
-        if self._driver_pool is not None:
+            self._drop(self._idle.pop())
+        if self.is_open:
             await self._driver_pool.expire_connections()
 
-    def _cut(self, kept: Kept) -> None:
+    def _drop(self, kept: Kept) -> None:
+        """Cut a connection that is nobody's, and let its place go to the next one who waits."""
         cut(kept.conn)
         self._give_up_place()
 
