@@ -1,7 +1,7 @@
 """What lanes of any kind have in common: a batcher for each busy tenant, and how a statement that fails is judged.
 
-It is made when it is first used and dropped when it has been idle, so that a gateway of ten thousand tenants keeps the
-few that are busy.
+A tenant's lane is made when it is first used and dropped when it has been idle, so that a gateway of ten thousand
+tenants keeps the few that are busy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 BUSY_TRIES: Final = 5
-"""How often a statement is sent that the database refuses as busy, which has had no effect."""
+"""How often a statement is sent, or after its first time sent again, that the database refuses as busy: it had no
+effect then."""
 
 
 class TenantLanes(Generic[In, Out]):
