@@ -25,6 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.fleet import Journal, relay_process, serve
 from tests.support.gateway import open_client
 from tests.support.load import JOBS_PER_SECOND, Load, answers_by_notify, audit
+from tests.support.patience import held_up
 from tests.support.proxy import TcpProxy
 from tests.support.relays import Jobs, new_relay, running
 from tests.support.replication import Pair, replicated
@@ -32,6 +33,8 @@ from tests.support.replication import Pair, replicated
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 RESUMED_SECONDS = 15.0
+"""But for what the machine does not let us run; GUARD_SECONDS is against a hang."""
+GUARD_SECONDS = 60.0
 OUTAGE_SECONDS = 3.0
 POLL_SECONDS = 60.0
 """So long that what goes on within 15 seconds goes on by notify."""
@@ -116,17 +119,17 @@ async def test_a_failover_under_load_loses_nothing_and_work_resumes_by_notify(
             await eventually(lambda: len(journal.entries("ended")) > 2 * JOBS_PER_SECOND, 30)
             began = time.monotonic()
             promoted = await fail_over(pair, how, proxies)
+            held_up_before = held_up()
             accepted = len(load.accepted)
-            resumed = promoted + RESUMED_SECONDS
-            await eventually(lambda: len(load.accepted) > accepted + JOBS_PER_SECOND, resumed - time.monotonic())
+            await eventually(lambda: len(load.accepted) > accepted + JOBS_PER_SECOND, GUARD_SECONDS)
             ended = len(journal.entries("ended"))
-            await eventually(
-                lambda: len(journal.entries("ended")) > ended + JOBS_PER_SECOND, resumed - time.monotonic()
-            )
+            await eventually(lambda: len(journal.entries("ended")) > ended + JOBS_PER_SECOND, GUARD_SECONDS)
             print(f"{how}: accepted and done again {time.monotonic() - promoted:.1f} s after the promotion")
             load.stop()
-            load.accepted |= set(await answers_by_notify(client, here, within=resumed - time.monotonic()))
-            print(f"{how}: by notify {time.monotonic() - promoted:.1f} s after the promotion")
+            load.accepted |= set(await answers_by_notify(client, here, within=GUARD_SECONDS))
+            resumed, lost = time.monotonic() - promoted, held_up() - held_up_before
+            print(f"{how}: by notify {resumed:.1f} s after the promotion, held up for {lost:.1f} s of them")
+            assert resumed - lost < RESUMED_SECONDS
             # Two hosts, two pools and two listeners in this process, 200 enqueues a second; each backs off by itself.
             before, since = attempts.between(began, promoted), attempts.between(promoted, time.monotonic())
             print(f"{how}: {before} tries to connect before the promotion, {since} since; {len(load.refused)} refused")
@@ -263,9 +266,11 @@ async def test_an_asynchronous_failover_under_load_leaves_no_job_without_its_one
             stream.mode = "black_hole"
             accepted = len(load.accepted)
             await eventually(lambda: len(load.accepted) > accepted + JOBS_PER_SECOND // 2)
-            await fail_over(pair, "killed", [])
+            promoted = await fail_over(pair, "killed", [])
+            held_up_before = held_up()
             ended = len(journal.entries("ended"))
-            await eventually(lambda: len(journal.entries("ended")) > ended + JOBS_PER_SECOND, RESUMED_SECONDS)
+            await eventually(lambda: len(journal.entries("ended")) > ended + JOBS_PER_SECOND, GUARD_SECONDS)
+            assert time.monotonic() - promoted - (held_up() - held_up_before) < RESUMED_SECONDS
             load.stop()
             with anyio.fail_after(20):
                 await load.ended.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit, urlunsplit
 
@@ -18,6 +19,7 @@ from tests.support.chunks import KIND, chunk_relay
 from tests.support.cli import run_cli
 from tests.support.gateway import open_client
 from tests.support.load import answers_by_notify
+from tests.support.patience import held_up
 from tests.support.relays import running
 from tests.support.replication import Pair
 
@@ -95,8 +97,9 @@ async def test_whoever_has_only_a_standby_is_told_so_and_works_once_it_is_promot
         assert said.code != 0
         assert "during recovery" in said.out
         await anyio.to_thread.run_sync(pair.primary.stop, "fast")
-        await anyio.to_thread.run_sync(pair.promote)
-        await answers_by_notify(client, relay, within=15)
+        promoted, held_up_before = await anyio.to_thread.run_sync(pair.promote), held_up()
+        await answers_by_notify(client, relay, within=60)
+        assert time.monotonic() - promoted - (held_up() - held_up_before) < 15
         job_id = await acme.durable.submit(KIND, [ChunkSpec(1)])
         assert (await acme.durable.wait(job_id, timeout=30)).status is JobStatus.COMPLETED
         assert await database.execute("select 1")

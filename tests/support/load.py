@@ -103,7 +103,7 @@ async def answers_by_notify(client: GatewayClient, *relays: Relay, within: float
     until = time.monotonic() + within
     await eventually(
         lambda: client.health().state == "listening" and all(r.health().listener == "listening" for r in relays),
-        min(within, 15),
+        within,
         message="everybody listening",
     )
     acme = client.tenant("acme")

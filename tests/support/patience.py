@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Watch", "standstills", "still", "watching", "within"]
+__all__ = ["Watch", "held_up", "standstills", "still", "watching", "within"]
 
 _LOOK_SECONDS: Final = 0.01
 _LATE_SECONDS: Final = 0.04
@@ -40,6 +40,18 @@ def still(pid: int | None = None) -> float:
             raise ProcessLookupError(pid) from None
         return now
     return now - busy - (_own.lost() if is_own else 0.0)
+
+
+def held_up() -> float:
+    """Return the seconds in which our main thread stood in the queue or our process stood; only differences count.
+
+    Less these, a time is what it had been on a machine with nothing else to do; to run is not left out, as in `still`.
+    """
+    try:
+        _, queued, *_ = Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()
+    except OSError:
+        return 0.0
+    return int(queued) / 1e9 + _own.lost()
 
 
 @contextmanager
