@@ -36,6 +36,7 @@ from dispatch_core.pacing import pace_of
 from dispatch_core.tenancy import bypasses_row_security, warn_if_bypassing
 from tests.support.activity import terminate, wait_until_statement_runs
 from tests.support.databases import TestDatabase
+from tests.support.ended import end_unseen
 from tests.support.eventually import HANGS, eventually
 from tests.support.pooler import FakePooler
 from tests.support.proxy import TcpProxy
@@ -292,6 +293,25 @@ async def test_an_exhausted_pool_is_a_retryable_error_in_time(database: TestData
         assert caught.value.retryable
 
 
+async def test_of_a_callers_time_a_quarter_is_left_when_no_connection_was_free(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever got one in his last moment would be cut off, and take it along from all who wait behind him (D165)."""
+    waits: list[float] = []
+    move_on_after = anyio.move_on_after
+
+    def noted(seconds: float, **options: Any) -> anyio.CancelScope:
+        waits.append(seconds)
+        return move_on_after(seconds, **options)
+
+    async with Database(database.gateway_dsn, max_size=1, connect_timeout=60.0) as pool, pool.connection():
+        monkeypatch.setattr(anyio, "move_on_after", noted)
+        with pytest.raises(DatabaseUnavailableError):
+            async with pool.connection(within=0.2):
+                pass
+    assert waits[0] == pytest.approx(0.15)
+
+
 @pytest.mark.case("C40")
 async def test_a_pooled_connection_goes_back_without_a_statement_and_without_an_open_transaction(
     database: TestDatabase, admin: Admin
@@ -317,24 +337,13 @@ async def test_a_killed_connection_is_replaced(database: TestDatabase, admin: Ad
         assert other != pid
 
 
-async def ended_unseen(admin: Admin, proxy: TcpProxy, pid: int) -> None:
-    """End a session so that its client reads that it was, and does not see its socket close."""
-    (line,) = proxy.connections
-    proxy.holds_ends, before = True, line.bytes_down
-    await terminate(admin, pid)
-    await eventually(lambda: line.bytes_down > before)
-    for _ in range(3):  # the client's turns at the event loop
-        await anyio.lowlevel.checkpoint()
-    proxy.holds_ends = False  # for those who come now
-
-
 async def test_a_session_that_was_ended_while_its_socket_stays_open_is_sent_nothing_and_replaced(
     database: TestDatabase, admin: Admin
 ) -> None:
     dsn = database.gateway_dsn
     async with TcpProxy.before(dsn) as proxy, Database(proxy.dsn(dsn), min_size=1, max_size=1) as pool:
         ((pid,),) = await pool.execute("select pg_backend_pid()")
-        await ended_unseen(admin, proxy, pid)
+        assert await end_unseen(admin, proxy) == 1
         with pytest.raises(DatabaseUnavailableError) as caught:
             await pool.execute("select 1")
         assert not isinstance(caught.value, ConnectionLostError)
@@ -354,7 +363,7 @@ async def test_a_transaction_left_open_on_a_session_that_was_ended_gives_its_pla
             with pytest.raises(KeyError) if fails else contextlib.nullcontext():
                 async with pool.connection() as conn:
                     await conn.execute("begin")
-                    await ended_unseen(admin, proxy, await conn.fetchval("select pg_backend_pid()"))
+                    assert await end_unseen(admin, proxy) == 1
                     if fails:
                         raise KeyError
             assert await pool.execute("select 1") == [(1,)]

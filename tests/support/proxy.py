@@ -15,7 +15,8 @@ Modes:
     reset        cut open connections with RST, on both sides, and new ones as soon as they come
 
 `holds_ends` keeps the client's side open when the server closes its own, as where the last packet of a session is lost:
-the client has read why its session was ended, and not that it was.
+the client has read why its session was ended, and not that it was. `ends_session` does so to the session that gives a
+certain answer, right behind it and by itself: nothing of that is left to chance.
 
 And two cuts: `cut_after` so many bytes, on each connection of now; and `cut_answer` to the next statement with a
 certain text, which the server has then done and its client never hears of (`reads_along` has to be on; see also
@@ -52,6 +53,10 @@ class ProxyConnection:
         self._spoken = _Statements() if proxy.reads_along else None
         self._answer_cut: anyio.Event | None = None
         self._last_bytes = b""
+        self._ends_behind_answer: anyio.Event | None = None
+        self.holds_end = False
+        """As the proxy's `holds_ends`, for this connection."""
+        self._is_ended = False
         self.closed = anyio.Event()
 
     @property
@@ -122,11 +127,14 @@ class ProxyConnection:
                 await self._until_open()
                 if not data:
                     break
+                if way == "up" and self._is_ended:
+                    continue  # there is nobody
                 if way == "up":
                     self.bytes_up += len(data)
                     if self._spoken is not None:
                         for statement in self._spoken.of(data):
                             self._answer_cut = self._answer_cut or self._proxy._cut_of(statement)
+                            self._ends_behind_answer = self._ends_behind_answer or self._proxy._end_of(statement)
                 elif self._answer_cut is not None:
                     self._last_bytes = (self._last_bytes + data)[-6:]
                     if self._last_bytes[:5] == _READY:
@@ -141,11 +149,21 @@ class ProxyConnection:
                         self._close(reset=False)
                         break
                     self.bytes_down += len(data)
-                target.write(data)
+                ended = None
+                if way == "down" and data[-6:-1] == _READY:
+                    ended = self._ends_behind_answer or self._proxy._end_now()
+                target.write(data if ended is None else data + _ENDED)
                 await target.drain()
+                if ended is not None:
+                    self.holds_end = True
+                    assert self._server is not None
+                    self._server[1].transport.abort()  # the server rolls back, as at any session's end
+                    ended.set()
+                    break
         except OSError:
             pass  # either side is gone: so is the other
-        if way == "down" and self._proxy.holds_ends:
+        if way == "down" and (self.holds_end or self._proxy.holds_ends):
+            self._is_ended = True
             await anyio.sleep_forever()  # ended with the proxy, or by the client
         # Neither side of this protocol goes on after one direction has ended. What was written still goes out.
         if not target.transport.is_closing():
@@ -166,6 +184,9 @@ class TcpProxy:
         self.reads_along = reads_along
         self.holds_ends = False
         self._answer_to_cut: tuple[str, anyio.Event] | None = None
+        self._answers_left = 0
+        self._last_answer_to = ""
+        self._ends: anyio.Event | None = None
         self.connections: list[ProxyConnection] = []
         self.accepted = 0
         self.port = 0
@@ -216,6 +237,29 @@ class TcpProxy:
         self._answer_to_cut = (text, anyio.Event())
         return self._answer_to_cut[1]
 
+    def ends_session(self, answer: int | str) -> anyio.Event:
+        """End the session that gives the answer of this number, counted over all from now on (that to a login is one);
+        or that to the next statement with this text (`reads_along` has to be on).
+
+        Its client reads the answer, why its session was ended, and nothing more; the server has rolled back. Returns an
+        event for that moment. A later call takes the place of one that still waits. Not for encrypted connections.
+        """
+        assert self.reads_along or isinstance(answer, int), "nobody reads what is said"
+        self._answers_left = answer if isinstance(answer, int) else 0
+        self._last_answer_to = answer if isinstance(answer, str) else ""
+        self._ends = anyio.Event()
+        return self._ends
+
+    def _end_now(self) -> anyio.Event | None:
+        self._answers_left -= 1
+        return self._ends if self._answers_left == 0 else None
+
+    def _end_of(self, statement: str) -> anyio.Event | None:
+        if not self._last_answer_to or self._last_answer_to not in statement:
+            return None
+        self._last_answer_to = ""
+        return self._ends
+
     def _cut_of(self, statement: str) -> anyio.Event | None:
         if self._answer_to_cut is None or self._answer_to_cut[0] not in statement:
             return None
@@ -257,6 +301,9 @@ class TcpProxy:
 
 _READY = b"Z\0\0\0\5"
 """How a server's answer ends; behind it comes the state of the transaction, a byte."""
+_FATAL = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to administrator command\0\0"
+_ENDED = b"E" + (4 + len(_FATAL)).to_bytes(4, "big") + _FATAL
+"""What a server says last where a session is ended by its operator."""
 _ENCRYPTION_REQUESTS = ((80877103).to_bytes(4, "big"), (80877104).to_bytes(4, "big"))
 
 
