@@ -15,7 +15,7 @@ from typing import Any, Final
 import anyio
 import asyncpg
 
-from dispatch_core.connection import Connection, OwnNames, takes_no_writes, watch_socket
+from dispatch_core.connection import Connection, OwnNames, cut, takes_no_writes, watch_socket
 from dispatch_core.driver_errors import READ_ONLY, mapped_errors, translate
 from dispatch_core.dsn_faults import cause, dsn_faults
 from dispatch_core.errors import DatabaseError, DatabaseUnavailableError, RelayDispatchError
@@ -97,7 +97,7 @@ async def prove(conn: Connection, pace: Pace, timeout: float) -> None:
         if pace.must_write and takes_no_writes(conn):
             raise DatabaseUnavailableError("the server takes no writes", sqlstate=READ_ONLY)
     except BaseException:
-        conn.terminate()
+        cut(conn)
         raise
 
 

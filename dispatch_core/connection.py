@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import anyio
 import asyncpg
@@ -21,6 +21,7 @@ __all__ = [
     "close_connection",
     "cut",
     "has_codecs",
+    "in_transaction",
     "is_open",
     "no_reset",
     "takes_no_writes",
@@ -94,6 +95,19 @@ async def as_opened(conn: Connection) -> bool:
 def has_codecs(conn: Connection) -> bool:
     """Whether it encodes and decodes values in some other way than the driver does by itself."""
     return bool(getattr(conn, "has_codecs", True))
+
+
+class _Telling(Protocol):
+    def is_in_transaction(self) -> bool: ...
+
+
+def in_transaction(conn: _Telling) -> bool:
+    """Tell whether a connection, perhaps of the caller's, has a transaction open.
+
+    Raises: DatabaseUnavailableError where it was terminated, or is its pool's again.
+    """
+    with mapped_errors():
+        return conn.is_in_transaction()
 
 
 def takes_no_writes(conn: Connection) -> bool:

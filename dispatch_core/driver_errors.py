@@ -12,6 +12,7 @@ from typing import Final, Literal
 from uuid import UUID
 
 import asyncpg
+from asyncpg.protocol import Protocol as DriverProtocol
 
 from dispatch_core.errors import (
     ConfigurationError,
@@ -146,7 +147,19 @@ def translate(
         sent = "unknown error" in str(error) or "cannot process" in str(error)
         kind = ConnectionLostError if sent and not connecting else DatabaseUnavailableError
         return kind(f"the connection is unusable: {error}", job_id=job_id)
+    if isinstance(error, AttributeError) and _is_terminated(error):
+        return DatabaseUnavailableError("the connection was cut; nothing was sent", job_id=job_id)
     return None
+
+
+def _is_terminated(error: AttributeError) -> bool:
+    """Tell whether the driver has stumbled over what it takes away from a connection that is terminated: it looks for
+    that before it waits for something, and not again, or not at all (``is_in_transaction``)."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    module = "" if at is None else at.tb_frame.f_globals.get("__name__", "")
+    return error.obj is None and module.startswith("asyncpg.") and hasattr(DriverProtocol, error.name or "")
 
 
 def _translate_sqlstate(error: asyncpg.PostgresError, job_id: UUID | None, connecting: bool) -> RelayDispatchError:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from uuid import UUID
 
 from dispatch_core import codec
-from dispatch_core.database import mapped_errors
+from dispatch_core.database import in_transaction, mapped_errors
 from dispatch_core.errors import DatabaseError, TransactionRequiredError
 
 __all__ = ["CallersConnection", "JoinableConnection", "typed"]
@@ -63,7 +63,7 @@ class CallersConnection:
 
         try:
             with mapped_errors():
-                if self._joins and not self._conn.is_in_transaction():
+                if self._joins and not in_transaction(self._conn):
                     raise TransactionRequiredError
                 await self._conn.copy_from_query(
                     text.join(_ROWS), output=receive, encoding="UTF8", timeout=self._timeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from dispatch_core.database import Connection, Database, mapped_errors
+from dispatch_core.database import Connection, Database, in_transaction, mapped_errors
 from dispatch_core.durable_caller import CallersConnection
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.settings import DurableJobsSettings
@@ -48,7 +48,7 @@ async def _on_a_connection(
 ) -> bool:
     seconds = settings.event_lock_timeout_seconds
     verbs = DurableRepository(CallersConnection(conn, joins=False, timeout=seconds + _GRACE_SECONDS), settings)
-    if not conn.is_in_transaction():
+    if not in_transaction(conn):
         return await record(verbs, seconds)
     # In a transaction of the caller's, who would lose it to our failure, and keep our lock timeout.
     with mapped_errors():

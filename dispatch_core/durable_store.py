@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from dispatch_core import durable_input as check
-from dispatch_core.database import Connection, Database, mapped_errors
+from dispatch_core.database import Connection, Database, in_transaction, mapped_errors
 from dispatch_core.durable_caller import CallersConnection, JoinableConnection
 from dispatch_core.durable_models import JobLease
 from dispatch_core.durable_repository import DurableRepository
@@ -70,7 +70,7 @@ class StoreBase:
             async with self._database.connection() as own, own.transaction():
                 verbs = CallersConnection(own, joins=False) if self._database.is_borrowed else own
                 yield DurableRepository(verbs, self._settings)
-        elif self._database.is_in_transaction():
+        elif in_transaction(self._database):
             yield self._repository
         else:
             with mapped_errors():
@@ -80,7 +80,7 @@ class StoreBase:
     @property
     def _may_finish(self) -> bool:
         """Whether a statement of the store's is a transaction of its own: no job is ended in one that has a chunk."""
-        return isinstance(self._database, Database) or not self._database.is_in_transaction()
+        return isinstance(self._database, Database) or not in_transaction(self._database)
 
     async def _finish_if(self, last: bool, lease: JobLease, conn: JoinableConnection | None) -> None:
         if not last or conn is not None or not self._may_finish:

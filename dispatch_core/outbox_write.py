@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from uuid import UUID
 
 from dispatch_core import codec
-from dispatch_core.database import mapped_errors
+from dispatch_core.database import in_transaction, mapped_errors
 from dispatch_core.errors import (
     DatabaseError,
     InvalidInputError,
@@ -111,9 +111,8 @@ async def _send(conn: WritingConnection, statement: str) -> None:
 
 def _require_transaction(conn: WritingConnection) -> None:
     # Without one, each statement would commit by itself, and the event would be there whatever became of the order.
-    with mapped_errors():
-        if not conn.is_in_transaction():
-            raise TransactionRequiredError
+    if not in_transaction(conn):
+        raise TransactionRequiredError
 
 
 def _checked(message: OutboxMessage, max_payload_bytes: int) -> tuple[str, bytes, str | None, timedelta | None]:

@@ -343,7 +343,7 @@ class Pool:
                         with anyio.fail_after(PUT_AWAY_SECONDS):
                             await kept.conn.execute("ROLLBACK")
                 except DRIVER_ERRORS:
-                    kept.conn.terminate()
+                    cut(kept.conn)
                 # In any case: what is not released the driver's pool counts as lent for ever.
                 await kept.driver_pool.release(kept.conn, timeout=PUT_AWAY_SECONDS)
         finally:

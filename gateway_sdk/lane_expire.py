@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from uuid import UUID
 
+import anyio
+
+from dispatch_core.backoff import Backoff
 from dispatch_core.batcher import Batcher
 from dispatch_core.database import Database
 from dispatch_core.dispatch import RelayDispatchRepository
 from dispatch_core.doorbell import Doorbell
-from gateway_sdk.lane import BUSY_TRIES, is_fault_of_one_row
+from dispatch_core.errors import ConnectionLostError, DatabaseUnavailableError
+from gateway_sdk.lane import BUSY_TRIES, is_fault_of_one_row, new_backoff
 
 __all__ = ["Withdrawal", "Withdrawing"]
+
+_REPEATS: Final = 2
+"""Every kept connection may be dead, and not known to be; then the second try opens a new one."""
 
 
 class Withdrawal(NamedTuple):
@@ -34,17 +41,28 @@ class Withdrawing:
         async def flush(items: list[Withdrawal]) -> Sequence[int | Exception]:
             return await self._send(tenant, items)
 
-        # Not repeated after a lost connection: the second answer, 0, might be wrong.
+        # Not repeated after a lost connection: the second answer, 0, might be wrong. Unless nothing was sent.
         return Batcher(flush, max_items=1000, retries=BUSY_TRIES, splits=is_fault_of_one_row)
 
     async def _send(self, tenant: str, items: list[Withdrawal]) -> Sequence[int | Exception]:
         job_ids = [item.job_id for item in items]
         # No longer than the most patient waits: what gathers behind it must have its turn in time.
         until = max(item.give_up_at for item in items)
-        async with self._database.connection(until - time.monotonic()) as conn:
-            ended = await RelayDispatchRepository(conn, tenant).mark_expired_many(
-                job_ids, timeout=max(0.001, until - time.monotonic())
-            )
+        backoff: Backoff | None = None
+        while True:
+            try:
+                async with self._database.connection(until - time.monotonic()) as conn:
+                    ended = await RelayDispatchRepository(conn, tenant).mark_expired_many(
+                        job_ids, timeout=max(0.001, until - time.monotonic())
+                    )
+                break
+            except DatabaseUnavailableError as error:
+                backoff = backoff or new_backoff()
+                pause = backoff.next()
+                is_told = isinstance(error, ConnectionLostError) or backoff.attempt > _REPEATS
+                if is_told or time.monotonic() + pause >= until:
+                    raise
+            await anyio.sleep(pause)
         withdrawn = set()
         for job, was_claimed in ended:
             withdrawn.add(job.job_id)

@@ -21,7 +21,7 @@ import anyio
 
 from dispatch_core import codec
 from dispatch_core.codec import UNSET, Headers
-from dispatch_core.database import Connection, mapped_errors
+from dispatch_core.database import Connection, in_transaction, mapped_errors
 from dispatch_core.dispatch import EnqueueRow, RelayDispatchRepository
 from dispatch_core.dispatch_bounded import Bound, checked_bound
 from dispatch_core.errors import (
@@ -156,7 +156,7 @@ class TenantClient:
             repository = RelayDispatchRepository(conn, self._tenant)
             # Several statements are one transaction also where the caller has begun none.
             # And where a later one may be refused, the earlier ones are taken back, and the caller's goes on.
-            own = len(load.chunks) > 1 and (bound > 0 or not conn.is_in_transaction())
+            own = len(load.chunks) > 1 and (bound > 0 or not in_transaction(conn))
             with mapped_errors():
                 async with conn.transaction() if own else contextlib.nullcontext():
                     for number in range(len(load.chunks)):

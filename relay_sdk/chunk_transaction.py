@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from dispatch_core.database import Connection, as_opened, mapped_errors, translate
+from dispatch_core.database import Connection, as_opened, in_transaction, mapped_errors, translate
 from dispatch_core.durable_models import ChunkOutcome
 from dispatch_core.durable_repository import DurableRepository
 from dispatch_core.errors import (
     ConfigurationError,
+    ConnectionLostError,
     DatabaseUnavailableError,
     RelayDispatchError,
     TransactionRequiredError,
@@ -138,9 +139,8 @@ class ChunkTransaction:
         """The verbs on its connection, with which the handler may have done what it liked."""
         conn, desk = self._conn, self._context.desk
         assert conn is not None
-        with mapped_errors():
-            if not conn.is_in_transaction():
-                raise TransactionRequiredError("the transaction of ctx.transaction() was ended inside it")
+        if not in_transaction(conn):
+            raise TransactionRequiredError("the transaction of ctx.transaction() was ended inside it")
         return verbs(conn, desk.settings, joins=True)
 
     async def checkpoint(self, value: Any) -> None:
@@ -190,9 +190,9 @@ class ChunkTransaction:
         if self._last is not None:
             # The chunk is done in here, so its lease is no more; but a statement of the handler may have failed and
             # been caught, and then COMMIT would roll all of it back without a word.
+            if not in_transaction(self._conn):
+                raise TransactionRequiredError("the transaction of ctx.transaction() was ended inside it")
             with mapped_errors():
-                if not self._conn.is_in_transaction():
-                    raise TransactionRequiredError("the transaction of ctx.transaction() was ended inside it")
                 await self._conn.execute("select 1")
             return
         context.check()
@@ -208,8 +208,8 @@ class ChunkTransaction:
             with mapped_errors(), anyio.fail_after(desk.patience):
                 await self._transaction.commit()
         except BaseException as error:
-            if isinstance(error, RelayDispatchError) and not isinstance(error, DatabaseUnavailableError):
-                slot.completing = False  # it was refused, say by a deferred constraint
+            if isinstance(error, RelayDispatchError) and not isinstance(error, ConnectionLostError):
+                slot.completing = False  # it was refused, say by a deferred constraint; or was never sent
             elif not self._may_repeat:
                 slot.unsure = True
             raise
