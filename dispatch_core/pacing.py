@@ -176,6 +176,10 @@ class Pace:
             self.failures += 1
             self._failed_at = time.monotonic()
             self._silent = this
+            if self._is_refused:
+                # It has got further than the one before it, which the login's refusal has ended, or not so far.
+                self._is_refused = False
+                self.last_error = TimeoutError("a try to connect has no answer yet")
             self._tell()
 
     def _fail(self, *, is_counted: bool) -> None:

@@ -174,6 +174,29 @@ async def test_a_try_that_is_silent_counts_as_failed_while_it_goes_on_and_never_
     assert str(server.pace.last_error) == "away"
 
 
+async def test_a_try_that_is_silent_after_a_refused_login_is_no_refusal_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller has given it up; those after him are not told that the login was refused."""
+    monkeypatch.setattr(pacing, "SILENT_SECONDS", 0.01)
+    server = Server()
+    server.says = DatabaseUnavailableError("no such login")
+    with pytest.raises(DatabaseUnavailableError, match="login"):
+        await server.ask()
+    server.silent = anyio.Event()
+    with anyio.move_on_after(60) as given_up:
+        async with anyio.create_task_group() as group:
+            group.start_soon(server.ask)
+            await eventually(lambda: server.pace.failures == 2)
+            given_up.cancel()
+    assert isinstance(server.pace.last_error, TimeoutError)
+    server.pace._not_before = time.monotonic() + 60
+    server.patience = 90
+    with anyio.fail_after(10), pytest.raises(TimeoutError):
+        await server.ask()
+    server.pace._not_before = time.monotonic() + 0.01
+    server.silent, server.says, server.patience = None, None, 60
+    assert await server.ask() == "open"  # who was refused a login would have been told so at once
+
+
 async def test_of_tries_that_are_carried_by_tasks_of_their_own_one_begins_and_the_rest_wait_for_it() -> None:
     server = Server(cap=60)
     with pytest.raises(DatabaseUnavailableError):
