@@ -590,6 +590,27 @@ async def test_the_same_key_of_two_tenants_is_two_jobs(database: TestDatabase) -
         assert await client.tenant("globex").poll_status(acme) is None
 
 
+async def test_of_a_callers_time_half_is_left_when_its_turn_to_use_a_key_has_not_come(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With less, all who queue would be cut off one by one (D165)."""
+    waits: list[float] = []
+    move_on_after = anyio.move_on_after
+
+    def noted(seconds: float, **options: Any) -> anyio.CancelScope:
+        waits.append(seconds)
+        return move_on_after(seconds, **options)
+
+    async with (
+        open_client(database.gateway_dsn, pool_max_size=2, write_timeout_seconds=0.4) as client,
+        client.runtime.direct._keyed,
+    ):
+        monkeypatch.setattr(anyio, "move_on_after", noted)
+        with pytest.raises(DatabaseBusyError, match="nothing was sent"):
+            await client.tenant("acme").enqueue("erp", "Op", idempotency_key="k")
+    assert any(0 < seconds <= 0.2 for seconds in waits)
+
+
 async def test_a_keyed_enqueue_that_waits_behind_a_rollback_makes_the_job_itself(
     database: TestDatabase, gateway: Connection, admin: Connection
 ) -> None:
