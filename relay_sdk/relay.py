@@ -81,6 +81,10 @@ class Relay:
         self._instance_id: str | None = None
         self._session: Session | None = None
         self._chunk_session: ChunkSession | None = None
+        self._stops_first: tuple[float | None] | None = None
+        """The grace of a stop that came before the run it is for."""
+        self._has_run = False
+        """Whether a run has ended well, after which a stop is for none."""
 
     # --- handlers ---
 
@@ -181,10 +185,15 @@ class Relay:
         main([self], drain=drain)
 
     def stop(self, *, grace_seconds: float | None = None) -> None:
-        """Ask a running relay to stop; returns at once. A second call can only make the grace period shorter.
+        """Ask the relay to stop; returns at once. A second call can only make the grace period shorter.
+
+        Where it does not run yet (a task that is to run it may not have had its turn), or not again after a run that
+        failed, the next `run` returns at once and claims nothing. After a run that has ended well it does nothing.
 
         Call it in the event loop's thread. Idempotent: yes.
         """
+        if not self._sessions and not self._has_run:
+            self._stops_first = (grace_seconds,)
         for session in self._sessions:
             session.stop(grace_seconds)
 
@@ -213,11 +222,15 @@ class Relay:
         if not self._chunks.is_empty:
             durable = self.durable or DurableJobsSettings.load()
             self._chunk_session = ChunkSession(self.relay_id, self.tenants, self._chunks, durable, *common)
+        if self._stops_first is not None:
+            for session in self._sessions:
+                session.stop(*self._stops_first)
         return self._sessions
 
-    def ended(self) -> None:
+    def ended(self, *, failed: bool) -> None:
         """Note that its run is over; for `run_relays`."""
         self._session = self._chunk_session = None
+        self._stops_first, self._has_run = None, not failed
         self._instance_id = None
 
     @property

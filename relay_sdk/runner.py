@@ -59,7 +59,7 @@ class Runnable(Protocol):
         """Make a run of it: one session for each room that it works in."""
         ...
 
-    def ended(self) -> None:
+    def ended(self, *, failed: bool) -> None:
         """Note that its run is over."""
         ...
 
@@ -120,7 +120,7 @@ class _Run:
                 self._failed(error)
             finally:
                 for relay in begun:
-                    relay.ended()
+                    relay.ended(failed=bool(self._errors))
                 self.done.set()
 
     async def _work_together(self, members: Sequence[tuple[Runnable, Working]]) -> None:

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from dispatch_core.dispatch import RelayDispatchRepository
-from dispatch_core.errors import TenancyDeniedError
+from dispatch_core.errors import DatabaseUnavailableError, TenancyDeniedError
 from dispatch_core.models import DispatchStatus
 from relay_sdk import DispatchJob, Reply, course
 from tests.support.databases import TestDatabase
@@ -214,6 +214,43 @@ async def test_a_relay_can_run_again_as_another_instance(database: TestDatabase,
             assert (await jobs.end(await jobs.enqueue())).status is SUCCEEDED
     assert seen[0] != seen[1]
     assert relay.metrics.jobs_succeeded == 2
+
+
+async def test_a_stop_that_comes_before_the_run_is_not_lost(database: TestDatabase, gateway: Any) -> None:
+    """A task that is to run a relay may not have had its turn when a signal comes."""
+    jobs, relay = Jobs(gateway), new_relay(database)
+
+    @relay.handler("Do")
+    async def do(job: DispatchJob) -> None: ...
+
+    job_id = await jobs.enqueue(ttl=600)
+    run = asyncio.create_task(relay.run())
+    relay.stop()
+    with anyio.fail_after(HANGS):
+        await run
+    assert (await jobs.status(job_id), relay.health().status) == (PENDING, "stopped")
+    # It was for that run alone; and one that comes after a run that has ended well is for none.
+    relay.stop()
+    async with running(relay):
+        assert (await jobs.end(job_id)).status is SUCCEEDED
+
+
+async def test_a_stop_between_a_run_that_failed_and_the_next_is_not_lost(
+    database: TestDatabase, unused_tcp_port: int
+) -> None:
+    """Whoever runs a relay again after each fault would do so for ever."""
+    relay = new_relay(f"postgresql://nobody@127.0.0.1:{unused_tcp_port}/nowhere")
+
+    @relay.handler("Do")
+    async def do(job: DispatchJob) -> None: ...
+
+    with pytest.raises(DatabaseUnavailableError):
+        await relay.run()
+    relay.stop()
+    with anyio.fail_after(HANGS):
+        await relay.run()
+    with pytest.raises(DatabaseUnavailableError):
+        await relay.run()
 
 
 @pytest.mark.parametrize("kind", ["async def", "def", "group"])
