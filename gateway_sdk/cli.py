@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 from uuid import UUID
 
+import anyio
 import typer
 from rich.table import Column
 from rich.text import Text
@@ -28,6 +31,7 @@ from dispatch_core.cli.common import (
 from dispatch_core.codec import UNSET
 from dispatch_core.database import close_connection, connect
 from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.errors import DatabaseUnavailableError
 from dispatch_core.migrate import check_schema
 from dispatch_core.models import DispatchResult, DispatchStatus
 from dispatch_core.settings import OutboxSettings
@@ -36,8 +40,11 @@ from gateway_sdk.cli_text import STYLES, job_document, parse_headers, parse_json
 from gateway_sdk.client import GatewayClient
 from gateway_sdk.outbox import OutboxDrainer
 from gateway_sdk.settings import GatewaySettings
+from gateway_sdk.tenant import TenantClient
 
 __all__ = ["demo", "jobs"]
+
+_AGAIN_SECONDS: Final = 1.0
 
 jobs = typer.Typer(help="Enqueue, look at, wait for and withdraw jobs.", no_args_is_help=True)
 
@@ -139,7 +146,8 @@ async def _enqueue(
             return None
         note(f"job {job_id}")
         with waiting("waiting for the result"):
-            return await client.tenant(tenant).wait(job_id, timeout)
+            (result,) = await _results(client.tenant(tenant), [job_id], timeout)
+            return result
 
 
 @jobs.command()
@@ -260,7 +268,8 @@ def wait(
 
     They come in the order in which the jobs end. Exit code 0 where all
     succeeded, 1 where one did not or has no result before the timeout, 3 where
-    there is no such job; 130 after Ctrl-C, 143 after SIGTERM.
+    there is no such job; 130 after Ctrl-C, 143 after SIGTERM. An outage is
+    waited out, until the timeout: 5 only where it begins with one.
 
     Example:
       relay-dispatch jobs wait acme 01998d4e-… --timeout 60 -o json
@@ -271,7 +280,28 @@ def wait(
 async def _wait(dsn: str, tenant: str, job_ids: Sequence[UUID], timeout: float | None) -> list[DispatchResult]:
     async with _client(dsn) as client:
         with waiting(f"waiting for {'the result' if len(job_ids) == 1 else f'{len(job_ids)} results'}"):
-            return [result async for result in client.tenant(tenant).as_completed(job_ids, timeout)]
+            return await _results(client.tenant(tenant), job_ids, timeout)
+
+
+async def _results(tenant: TenantClient, job_ids: Sequence[UUID], timeout: float | None) -> list[DispatchResult]:
+    """Wait for results, over any outage: it may be so early that not even a job's deadline is known."""
+    left = dict.fromkeys(job_ids)
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    results: list[DispatchResult] = []
+    is_told = False
+    while left:
+        try:
+            async for result in tenant.as_completed(list(left), max(0.0, until - time.monotonic())):
+                results.append(result)
+                del left[result.job_id]
+        except DatabaseUnavailableError as error:
+            if time.monotonic() + _AGAIN_SECONDS >= until:
+                raise
+            if not is_told:
+                note(f"waiting on: {error}")
+                is_told = True
+            await anyio.sleep(_AGAIN_SECONDS)
+    return results
 
 
 def _show_results(results: Sequence[DispatchResult], output: Output) -> None:

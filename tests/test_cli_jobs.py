@@ -13,9 +13,13 @@ import asyncpg
 import pytest
 
 from dispatch_core.dispatch import RelayDispatchRepository
+from dispatch_core.errors import DatabaseUnavailableError
+from gateway_sdk import cli
 from tests.support.cli import COMMAND, Ended, environment, interruptible, run_cli, spawn_cli
 from tests.support.databases import TestDatabase
 from tests.support.eventually import eventually
+from tests.support.gateway import open_client
+from tests.support.proxy import TcpProxy
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
@@ -253,3 +257,34 @@ async def test_a_signal_ends_a_wait_with_128_and_its_number_and_the_job_goes_on(
                 process.kill()
     assert "Traceback" not in said
     assert (await jobs("show", "acme", str(job_id), "-o", "json")).document["status"] == "pending"
+
+
+async def test_wait_waits_an_outage_out_also_where_it_does_not_know_the_deadline_yet(
+    database: TestDatabase, worker: Connection, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Later it did so always: a client waits for as long as a job can go on."""
+    dsn = database.gateway_dsn
+    job_id = await enqueue("--ttl", "600")
+    results: list[Any] = []
+    async with TcpProxy.before(dsn) as proxy, open_client(proxy.dsn(dsn)) as client:
+
+        async def wait() -> None:
+            results.extend(await cli._results(client.tenant("acme"), [job_id], None))
+
+        proxy.refuse()
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await eventually(lambda: "waiting on" in capsys.readouterr().err)
+            await proxy.listen()
+            async with worker_that(worker):
+                await eventually(lambda: results)
+    assert [(result.job_id, str(result.status)) for result in results] == [(job_id, "succeeded")]
+
+
+async def test_wait_ends_by_its_timeout_in_an_outage_too(database: TestDatabase) -> None:
+    dsn = database.gateway_dsn
+    job_id = await enqueue("--ttl", "600")
+    async with TcpProxy.before(dsn) as proxy, open_client(proxy.dsn(dsn)) as client:
+        proxy.refuse()
+        with pytest.raises(DatabaseUnavailableError):
+            await cli._results(client.tenant("acme"), [job_id], 0.5)
