@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         if not is_well:
             # Where it runs for others, this is all that they will see of it.
-            print(f"\n{told(files)}\n\nfrom {files}; again: make chaos MINUTES={options.minutes:g} SEED={seed}")
+            print(f"\n{told(files)}\n\nagain: make chaos MINUTES={options.minutes:g} SEED={seed}")
         if options.logs is None:
             shutil.rmtree(files)
     return 0 if is_well else 1
