@@ -344,6 +344,10 @@ class Pool:
                             await kept.conn.execute("ROLLBACK")
                 except DRIVER_ERRORS:
                     cut(kept.conn)
+                except BaseException:
+                    # A cancellation of asyncio's own, which no shield of anyio's holds off. Cut, it is released too.
+                    cut(kept.conn)
+                    raise
                 # In any case: what is not released the driver's pool counts as lent for ever.
                 await kept.driver_pool.release(kept.conn, timeout=PUT_AWAY_SECONDS)
         finally:

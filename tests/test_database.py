@@ -15,6 +15,7 @@ import asyncpg
 import pytest
 
 from dispatch_core.database import Database, close_connection, connect, mapped_errors, translate
+from dispatch_core.dev.wire import Wire
 from dispatch_core.errors import (
     ConfigurationError,
     ConnectionLostError,
@@ -449,6 +450,33 @@ async def test_a_cancelled_transaction_is_rolled_back_and_nothing_is_logged(
             assert not conn.is_in_transaction()
             assert await conn.fetchval("select pg_backend_pid()") == pid
     assert caplog.text == ""
+
+
+@pytest.mark.case("C29")
+async def test_a_second_cancellation_in_the_rollback_of_the_first_costs_no_place(database: TestDatabase) -> None:
+    """It is asyncio's own, which no shield of anyio's holds off, and so comes wherever something is waited for."""
+    async with (
+        Wire.to(database.gateway_dsn) as wire,
+        Database(wire.dsn(database.gateway_dsn), min_size=1, max_size=1) as pooled,
+    ):
+        rollback = wire.hold("ROLLBACK", "call")
+        begun = asyncio.Event()
+
+        async def use() -> None:
+            async with pooled.connection() as conn:
+                await conn.execute("begin")
+                begun.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(use())
+        await begun.wait()
+        task.cancel()
+        await rollback.reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with pooled.connection(HANGS) as conn:
+            assert await conn.fetchval("select 1") == 1
 
 
 async def test_cancelling_a_statement_on_a_dead_line_takes_no_longer_than_its_bound(database: TestDatabase) -> None:
