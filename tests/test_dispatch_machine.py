@@ -493,10 +493,12 @@ class Game(StagedGame[Stage]):
 
     @rule(grant=grants, turn=TURNS)
     def complete_and_say_it_again(self, grant: Grant, turn: int) -> None:
-        """By the holder: repeated; by another relay, which is told nothing of it."""
+        """By the holder: repeated; by another one, of another fence: stale; by another relay, which is told nothing."""
         grant = self.pick(grant, turn, "")
         self.complete_once(grant)
         self.complete_once(grant)
+        self.complete_once(replace(grant, holder="two" if grant.holder == "one" else "one"))
+        self.complete_once(replace(grant, fence=grant.fence + 1))
         self.complete_once(replace(grant, relay=RELAYS[grant.relay == RELAYS[0]]))
 
     @precondition(lambda self: self.model.locked is None)

@@ -98,6 +98,24 @@ async def test_who_parks_an_event_waits_for_what_is_being_said_of_it_and_parks_i
     assert await states(admin) == {"1": "parked"}
 
 
+async def test_what_a_drainer_says_of_an_event_that_a_person_is_just_parking_is_stale(
+    database: TestDatabase, admin: Connection, gateway: Connection, operator: Connection
+) -> None:
+    (event_id,) = await write(gateway, "1")
+    events = await take(gateway)
+    said: list[tuple[str, str]] = []
+
+    async def deliver() -> None:
+        said.extend(await tell(gateway, events))
+
+    async with anyio.create_task_group() as group, operator.transaction():
+        assert await OutboxRepository(operator).park(TENANT, [event_id], "no") == {event_id}
+        group.start_soon(deliver)
+        await wait_until_blocked(admin, pid_of(gateway), by=pid_of(operator))
+    assert said == [("stale", "parked")]
+    assert await states(admin) == {"1": "parked"}
+
+
 async def test_of_two_who_retry_a_parked_event_the_one_that_waited_is_told_that_there_was_nothing_to_do(
     database: TestDatabase, admin: Connection, gateway: Connection, operator: Connection
 ) -> None:

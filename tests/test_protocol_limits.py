@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
+from uuid import UUID
 
 import anyio
 import pytest
@@ -15,12 +16,15 @@ from tests.support.databases import TestDatabase
 from tests.support.protocol import (
     QUEUE,
     RELAY,
+    RESULT,
     TENANT,
     Connection,
     claimed_job,
     connected,
     end_lease,
+    enqueue,
     heartbeat,
+    make_due,
     pass_deadline,
     release,
     retry,
@@ -30,6 +34,7 @@ from tests.support.protocol import (
 )
 
 Verb: TypeAlias = Callable[[Connection, Connection, DispatchJob], Awaitable[object]]
+Prepare: TypeAlias = Callable[[Connection, Connection, Connection], Awaitable[list[UUID]]]
 
 
 async def test_a_reclaim_over_several_tenants_takes_no_more_than_its_limit_in_all(
@@ -89,17 +94,63 @@ async def test_a_verb_that_had_to_wait_for_its_row_does_what_it_was_asked_to(
     assert await status_of(gateway, job.job_id) == status
 
 
-async def test_late_claims_that_somebody_is_just_deciding_are_not_waited_for(
-    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection
+async def _late(admin: Connection, gateway: Connection, worker: Connection) -> list[UUID]:
+    ids = await enqueue(gateway, 2)
+    await pass_deadline(admin, *ids)
+    return ids
+
+
+async def _late_and_claimed(admin: Connection, gateway: Connection, worker: Connection) -> list[UUID]:
+    ids = [(await claimed_job(gateway, worker)).job_id for _ in range(2)]
+    await pass_deadline(admin, *ids)
+    return ids
+
+
+async def _lost(admin: Connection, gateway: Connection, worker: Connection) -> list[UUID]:
+    ids = [(await claimed_job(gateway, worker)).job_id for _ in range(2)]
+    await end_lease(admin, *ids)
+    return ids
+
+
+async def _due(admin: Connection, gateway: Connection, worker: Connection) -> list[UUID]:
+    ids = await enqueue(gateway, 2, delay=100)
+    await make_due(admin, *ids)
+    return ids
+
+
+async def _ended(admin: Connection, gateway: Connection, worker: Connection) -> list[UUID]:
+    ids = []
+    for _ in range(2):
+        job = await claimed_job(gateway, worker)
+        await settle(worker, job)
+        ids.append(job.job_id)
+    await admin.execute(f"update {RESULT} set completed_at = completed_at - interval '1 day'")
+    return ids
+
+
+_EXPIRE = f"select count(*) from relay.expire_late('{TENANT}', null, 10)"
+STEPS: dict[str, tuple[Prepare, str, str, str]] = {
+    "expire what waits": (_late, _EXPIRE, QUEUE, "true"),
+    "expire what is claimed": (_late_and_claimed, _EXPIRE, QUEUE, "true"),
+    "take lost claims back": (_lost, f"select count(*) from relay.reclaim_lost('{TENANT}', null, 10)", QUEUE, "true"),
+    "promote": (_due, f"select relay.promote_due('{TENANT}', '{RELAY}', 10)", QUEUE, "state = 'delayed'"),
+    "purge": (_ended, f"select relay.purge('{TENANT}', '1 hour', 10)", RESULT, "true"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+async def test_a_row_that_somebody_is_just_deciding_is_stepped_over(
+    database: TestDatabase, admin: Connection, gateway: Connection, worker: Connection, name: str
 ) -> None:
-    decided, late = [await claimed_job(gateway, worker) for _ in range(2)]
-    await pass_deadline(admin, decided.job_id, late.job_id)
+    prepare, call, table, left = STEPS[name]
+    locked, _ = await prepare(admin, gateway, worker)
+    caller = worker if name == "promote" else gateway
     # Who waits is not to wait for ever.
-    await gateway.execute("set statement_timeout = '20s'")
+    await caller.execute("set statement_timeout = '20s'")
     async with connected(database.admin_dsn) as decider, decider.transaction():
-        await decider.execute(f"select from {QUEUE} where job_id = $1 for update", decided.job_id)
-        rows = await gateway.fetch("select job_id from relay.expire_late($1, null, 10)", TENANT)
-    assert [row["job_id"] for row in rows] == [late.job_id]
+        await decider.execute(f"select from {table} where job_id = $1 for update", locked)
+        await caller.fetchval(call)
+        assert await admin.fetchval(f"select array_agg(job_id) from {table} where {left}") == [locked]
 
 
 async def test_a_poll_waits_for_who_decides_a_late_job_and_leaves_the_callers_lock_timeout_as_it_was(

@@ -20,7 +20,7 @@ _POLL = (
     "test_protocol_limits.py"
     "::test_a_poll_waits_for_who_decides_a_late_job_and_leaves_the_callers_lock_timeout_as_it_was"
 )
-_SKIP = "test_protocol_sweeps.py::test_sweeps_skip_rows_that_somebody_is_just_deciding"
+_SKIP = "test_protocol_limits.py::test_a_row_that_somebody_is_just_deciding_is_stepped_over"
 
 
 def _holder_verbs() -> list[Mutant]:
@@ -114,7 +114,14 @@ MUTANTS = [
         "      v_before := relay.set_tenant(v_before);\n    end if;\n    v_turn",
         "    end if;\n    v_turn",
     ),
-    _claim("claim", "bodies are sent whatever their length", "when r.bytes <= p_body_limit\n", "when true\n"),
+    _claim(
+        "claim",
+        "bodies are sent whatever their length",
+        "when r.bytes <= p_body_limit\n",
+        "when true\n",
+        # Of those behind one that is short enough.
+        test="test_protocol_claim.py::test_bodies_over_the_limit_come_when_they_are_fetched_and_only_to_the_holder",
+    ),
     _claim(
         "promote_due",
         "what is not due is promoted too",
@@ -139,10 +146,16 @@ MUTANTS = [
         "locked rows are waited for",
         "for update skip locked",
         "for update",
-        test="test_protocol_claim.py::test_promotion_is_bounded_by_the_limit_and_skips_rows_that_are_locked",
+        test=_SKIP,
     ),
     _claim("claim_again", "to any holder", " and q.claimed_by = p_claimed_by", ""),
-    _claim("claim_again", "of any claim", "q.claim_id = p_claim_id and ", ""),
+    _claim(
+        "claim_again",
+        "of any claim",
+        "q.claim_id = p_claim_id and ",
+        "",
+        test="test_protocol_claim.py::test_a_claim_whose_reply_was_lost_is_found_again_by_its_id_while_it_is_ones_own",
+    ),
     _claim("claim_again", "past the deadline too", " and q.expires_at > v_now", ""),
     _claim("fetch_body", "a body without the fence", " and q.fence = p_fence", ""),
     _claim("fetch_body", "a body for any holder", " and q.claimed_by = p_claimed_by", ""),
@@ -321,7 +334,7 @@ MUTANTS = [
         "claimed rows that are locked are waited for",
         "cardinality(v_rows), 0) for update skip locked",
         "cardinality(v_rows), 0) for update",
-        test="test_protocol_limits.py::test_late_claims_that_somebody_is_just_deciding_are_not_waited_for",
+        test=_SKIP,
     ),
     _end(
         "expire_late",

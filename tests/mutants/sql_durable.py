@@ -31,6 +31,7 @@ MUTANTS = [
         "of a job that is paused or has ended",
         "continue when v_job.status is null or v_job.status not in ('queued', 'running');",
         "continue when v_job.status is null;",
+        test=f"{_LEASES}test_nothing_is_claimed_of_a_job_that_does_not_run",
     ),
     _claim(
         "durable_claim", "the highest number first", "order by c.seq limit o.most", "order by c.seq desc limit o.most"

@@ -49,7 +49,8 @@ READERS = (
     "tests/test_tenancy_channels.py::test_another_installation_has_other_names",
 )
 """Tests that read the functions' files, or migrate by them."""
-PYTEST = ("-q", "-x", "-p", "no:cacheprovider")
+PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "--timeout=60")
+"""A test that waits for ever tells too."""
 
 
 class BrokenError(Exception):
