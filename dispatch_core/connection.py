@@ -111,8 +111,12 @@ def in_transaction(conn: _Telling) -> bool:
 
 
 def takes_no_writes(conn: Connection) -> bool:
-    """Tell whether the server says of itself that it is a standby, or was made read only; it says so unasked."""
-    said = conn.get_settings()
+    """Tell whether the server says of itself that it is a standby, or was made read only; it says so unasked.
+
+    Raises: DatabaseUnavailableError where it was terminated.
+    """
+    with mapped_errors():
+        said = conn.get_settings()
     return any(getattr(said, name, "off") == "on" for name in ("in_hot_standby", "default_transaction_read_only"))
 
 

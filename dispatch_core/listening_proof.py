@@ -57,11 +57,12 @@ async def prove(
     """
     with mapped_errors():
         await conn.listen([echo.channel], heard)
+        told = conn.get_server_pid()
         sender = await echo.ring(conn)
     if takes_no_writes(conn):
         raise read_only()
     if sender is not None:
-        if sender == conn.get_server_pid():
+        if sender == told:
             return sender
         # A pooler, which does not pass the real process id on. It sends us what comes while we talk to the backend, but
         # does it send what comes while we do not?

@@ -14,7 +14,15 @@ import anyio.lowlevel
 import asyncpg
 import pytest
 
-from dispatch_core.database import Database, close_connection, connect, mapped_errors, translate
+from dispatch_core.database import (
+    Database,
+    close_connection,
+    connect,
+    in_transaction,
+    mapped_errors,
+    takes_no_writes,
+    translate,
+)
 from dispatch_core.dev.wire import Wire
 from dispatch_core.errors import (
     ConfigurationError,
@@ -137,6 +145,21 @@ async def test_a_closed_connection_and_one_that_is_busy_are_told_apart(admin: Ad
     await admin.close()
     with pytest.raises(DatabaseUnavailableError), mapped_errors():
         await admin.fetch("select 1")
+
+
+async def test_a_connection_that_was_cut_is_told_by_an_error_of_ours_whatever_is_asked_of_it(
+    database: TestDatabase,
+) -> None:
+    """The driver has no object left then to ask, and stumbles over that (D168); others who stumble so are not taken
+    for it."""
+    conn = await connect(database.gateway_dsn)
+    conn.terminate()
+    for ask in (in_transaction, takes_no_writes):
+        with pytest.raises(DatabaseUnavailableError, match="cut"):
+            ask(conn)
+    for name in ("fetch", "is_in_transaction"):
+        with pytest.raises(AttributeError), mapped_errors():
+            getattr(None, name)()
 
 
 def test_our_own_errors_and_everybody_elses_pass_untouched() -> None:
