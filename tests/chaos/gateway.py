@@ -9,8 +9,10 @@ from __future__ import annotations
 import sys
 
 from tests.chaos import clock
+from tests.support.parent import end_with_parent
 
 if __name__ == "__main__":
+    end_with_parent()
     clock.install(sys.argv[3])
 
 import json
@@ -46,7 +48,6 @@ from tests.chaos.journal import Journal, open_journal
 from tests.chaos.logs import configure
 from tests.chaos.rig import ALL_WORK, USERS
 from tests.chaos.roster import NOT_REACHED, TENANTS
-from tests.support.parent import end_with_parent
 
 logger = logging.getLogger("chaos")
 
@@ -291,7 +292,6 @@ async def stop_on_sigterm(scope: anyio.CancelScope, *, task_status: TaskStatus[N
 
 
 if __name__ == "__main__":
-    end_with_parent()
     configure()
     try:
         all_work = Path(sys.argv[3]).with_name(ALL_WORK)

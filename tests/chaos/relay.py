@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 
 from tests.chaos import clock
+from tests.support.parent import end_with_parent
 
 if __name__ == "__main__":
+    end_with_parent()
     clock.install(sys.argv[3])
 
 import json
@@ -25,7 +27,6 @@ from relay_sdk import ChunkContext, DispatchJob, Reject, Relay, Reply, Retry, Sn
 from tests.chaos.journal import Journal, open_journal
 from tests.chaos.logs import configure
 from tests.chaos.roster import NOT_REACHED, SERVES
-from tests.support.parent import end_with_parent
 
 
 def make(relay_id: str, tenants: tuple[str, ...], journal: Journal) -> Relay:
@@ -149,7 +150,6 @@ async def main(name: str, journal_dsn: str) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     configure()
     try:
         anyio.run(main, sys.argv[1], sys.argv[2])

@@ -8,6 +8,11 @@ audit compares with what the database says. Appended lines survive a SIGKILL.
 
 from __future__ import annotations
 
+from tests.support.parent import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before all that takes time to import, in which it may be gone
+
 import os
 import signal
 import subprocess
@@ -26,7 +31,6 @@ import anyio.abc
 from relay_sdk import DispatchJob, Relay, Reply
 from tests.support.cli import environment
 from tests.support.eventually import eventually
-from tests.support.parent import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 UNREACHABLE = 5
@@ -142,6 +146,5 @@ async def relay_process(
 
 
 if __name__ == "__main__":
-    end_with_parent()
     path, relay_id, *tenants = sys.argv[1:]
     serve(Relay(relay_id, tenants=tenants), Journal(Path(path))).main()

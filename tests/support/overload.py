@@ -9,6 +9,11 @@ Nothing of a call is kept in the process.
 
 from __future__ import annotations
 
+from tests.support.parent import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before all that takes time to import, in which it may be gone
+
 import json
 import os
 import subprocess
@@ -27,7 +32,6 @@ from dispatch_core.errors import BacklogFullError, RelayDispatchError
 from gateway_sdk import GatewayClient, TenantClient
 from tests.support.cli import environment
 from tests.support.eventually import eventually
-from tests.support.parent import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,6 +167,5 @@ async def users(dsn: str, path: Path, plan: Plan, **settings: Any) -> AsyncItera
 
 
 if __name__ == "__main__":
-    end_with_parent()
     file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     anyio.run(play, Plan(**json.loads(sys.argv[2])), file)

@@ -7,6 +7,11 @@ Its handlers write a line when they start, so that a test can wait for it; the r
 
 from __future__ import annotations
 
+from tests.support.parent import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before all that takes time to import, in which it may be gone
+
 import asyncio
 import json
 import os
@@ -19,7 +24,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from relay_sdk import DispatchJob, Relay, RelaySettings, Reply
-from tests.support.parent import end_with_parent
 from tests.support.patience import standstills, still
 from tests.support.relays import QUICK, RELAY, TENANT
 
@@ -145,7 +149,6 @@ async def relay_process(
 
 
 if __name__ == "__main__":
-    end_with_parent()
     if sys.argv[3] == "0":
         sys.modules["uvloop"] = None  # type: ignore[assignment]
     still()  # from now on it is known when the process stood
