@@ -15,8 +15,8 @@ Modes:
     reset        cut open connections with RST, on both sides, and new ones as soon as they come
 
 `holds_ends` keeps the client's side open when the server closes its own, as where the last packet of a session is lost:
-the client has read why its session was ended, and not that it was. `ends_session` does so to the session that gives a
-certain answer, right behind it and by itself: nothing of that is left to chance.
+the client has read why its session was ended, and not that it was, until it says something. `ends_session` does so to
+the session that gives a certain answer, right behind it and by itself: nothing of that is left to chance.
 
 And two cuts: `cut_after` so many bytes, on each connection of now; and `cut_answer` to the next statement with a
 certain text, which the server has then done and its client never hears of (`reads_along` has to be on; see also
@@ -57,6 +57,8 @@ class ProxyConnection:
         self.holds_end = False
         """As the proxy's `holds_ends`, for this connection."""
         self._is_ended = False
+        self._has_asked = False
+        """Whether the client has sent something that has no answer yet; and then it is told of an end at once."""
         self.closed = anyio.Event()
 
     @property
@@ -128,8 +130,9 @@ class ProxyConnection:
                 if not data:
                     break
                 if way == "up" and self._is_ended:
-                    continue  # there is nobody
+                    break  # nobody is there, which is what a client hears that sends something
                 if way == "up":
+                    self._has_asked = True
                     self.bytes_up += len(data)
                     if self._spoken is not None:
                         for statement in self._spoken.of(data):
@@ -151,6 +154,7 @@ class ProxyConnection:
                     self.bytes_down += len(data)
                 ended = None
                 if way == "down" and data[-6:-1] == _READY:
+                    self._has_asked = False
                     ended = self._ends_behind_answer or self._proxy._end_now()
                 target.write(data if ended is None else data + _ENDED)
                 await target.drain()
@@ -162,7 +166,7 @@ class ProxyConnection:
                     break
         except OSError:
             pass  # either side is gone: so is the other
-        if way == "down" and (self.holds_end or self._proxy.holds_ends):
+        if way == "down" and (self.holds_end or self._proxy.holds_ends) and not self._has_asked:
             self._is_ended = True
             await anyio.sleep_forever()  # ended with the proxy, or by the client
         # Neither side of this protocol goes on after one direction has ended. What was written still goes out.
