@@ -21,6 +21,7 @@ from tests.support.eventually import eventually
 from tests.support.fleet import Journal, relay_process, serve
 from tests.support.gateway import open_client
 from tests.support.load import JOBS_PER_SECOND, Load, answers_by_notify, audit
+from tests.support.patience import held_up
 from tests.support.proxy import TcpProxy
 from tests.support.relays import new_relay, running
 
@@ -31,6 +32,8 @@ RELAY_SETTINGS: dict[str, Any] = {"lease_seconds": LEASE_SECONDS, "poll_seconds"
 # After its own limit a call is at its end, and not when the outage is: that is far from here. What lies between is what
 # a busy machine takes.
 LATE_SECONDS = 10.0
+# So long has our process to stand in two seconds of load before a call of those may be late by the machine's fault.
+BUSY_SECONDS = 0.5
 
 
 async def refused(call: Callable[[], Awaitable[object]], job_id: UUID | None, within: float) -> None:
@@ -174,11 +177,14 @@ async def test_a_gateway_on_a_slow_link_is_well_again_as_soon_as_an_outage_is_ov
             way.mode = "black_hole"
             await eventually(lambda: len(load.refused) > 2 * JOBS_PER_SECOND)
             way.mode = "delay"
-            accepted, connects = len(load.accepted), way.accepted
+            accepted, connects, is_well = len(load.accepted), way.accepted, False
             await eventually(lambda: len(load.accepted) > accepted + 2 * JOBS_PER_SECOND)
-            refused = len(load.refused)
-            await eventually(lambda: len(load.accepted) > accepted + 4 * JOBS_PER_SECOND)
-            assert len(load.refused) == refused
+            while not is_well:
+                accepted, refused, stood = len(load.accepted), len(load.refused), held_up()
+                await eventually(lambda: len(load.accepted) > accepted + 2 * JOBS_PER_SECOND)  # noqa: B023
+                is_well = len(load.refused) == refused
+                # Where a machine has no time for us, it may have had none for a batch and the server either.
+                assert is_well or held_up() - stood > BUSY_SECONDS
             assert way.accepted - connects <= 10
             assert load.slowest < WRITE_TIMEOUT_SECONDS + LATE_SECONDS
             load.stop()
