@@ -170,7 +170,13 @@ MUTANTS = [
     ),
     _settle("complete", "an expired job's completion is repeated", " and d.status <> 'expired' as mine", " as mine"),
     _settle("complete", "any relay is told how a job ended", " and d.relay_id = p_relay limit 1", " limit 1"),
-    _settle("complete", "one that comes twice in a call is taken twice", "distinct on (u.job_id, u.fence) u.n", "u.n"),
+    _settle(
+        "complete",
+        "one that comes twice in a call is taken twice",
+        "distinct on (u.job_id, u.fence) u.n",
+        "u.n",
+        test="test_protocol_complete.py::test_a_batch_of_completions_answers_each_row_in_its_place",
+    ),
     _settle(
         "complete",
         "without a lock",
@@ -231,12 +237,15 @@ MUTANTS = [
         "pending again past the deadline",
         "\n      and coalesce(i.available_at, p_at) < q.expires_at",
         "",
+        test="test_protocol_put_back.py::test_a_retry_or_release_past_the_deadline_ends_the_job_expired",
     ),
     _rows(
         "return_jobs",
         "the delay is not looked at for the deadline",
         "coalesce(i.available_at, p_at) < q.expires_at",
         "p_at < q.expires_at",
+        test="test_protocol_put_back.py"
+        "::test_a_retry_that_would_start_past_the_deadline_ends_the_job_failed_now_with_the_handlers_error",
     ),
     _rows("end_jobs", "past the deadline it succeeds", " or p_at >= e.expires_at as late", " as late"),
     _rows(
@@ -258,6 +267,8 @@ MUTANTS = [
         "a heartbeat renews nothing",
         "set lease_expires_at = p_until",
         "set lease_expires_at = q.lease_expires_at",
+        test="test_protocol_put_back.py"
+        "::test_a_heartbeat_renews_the_current_claims_and_tells_the_others_that_they_are_stale",
     ),
     _rows("drop_jobs", "a key outlives its job", "k.ctid = any (p_keys)", "false"),
     _rows("drop_jobs", "a request outlives its job", "r.ctid = any (p_requests)", "false"),

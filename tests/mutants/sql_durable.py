@@ -13,6 +13,7 @@ _back = partial(Mutant, "migrations/functions/75_durable_back.sql")
 
 _LEASES = "test_durable_store_leases.py::"
 _WRONG = f"{_LEASES}test_a_wrong_lease_is_told_so_and_writes_nothing"
+_EDGES = "test_durable_edges.py::"
 _RACES = "test_durable_races.py::"
 _CLAIM = "test_durable_claim.py::"
 
@@ -65,9 +66,22 @@ MUTANTS = [
         "a job whose status is being changed is not locked",
         "limit 1 for key share skip locked) j",
         "limit 1) j",
-        test=f"{_RACES}test_a_cancellation_waits_for_a_completion_that_was_first_and_refuses_one_that_comes_later",
+        test=f"{_EDGES}test_nothing_is_claimed_of_a_job_whose_pause_is_under_way_and_nobody_waits_for_it",
     ),
-    _claim("durable_promote", "a retry before its time", " and c.available_at <= v_now\n", "\n"),
+    _claim(
+        "durable_claim",
+        "a job whose status is being changed is waited for",
+        "limit 1 for key share skip locked) j",
+        "limit 1 for key share) j",
+        test=f"{_EDGES}test_nothing_is_claimed_of_a_job_whose_pause_is_under_way_and_nobody_waits_for_it",
+    ),
+    _claim(
+        "durable_promote",
+        "a retry before its time",
+        " and c.available_at <= v_now\n",
+        "\n",
+        test=f"{_EDGES}test_of_two_retries_the_one_that_is_due_is_claimed_and_the_other_waits",
+    ),
     _claim("durable_claim_chunk", "whatever state it is in", "v_chunk.status in ('pending', 'retry') and ", ""),
     _claim("durable_claim_chunk", "whatever version was read", "and v_chunk.lease_version = p_lease_version", ""),
     _claim("durable_claim_again", "of any token", "r.lease_token = p_token and ", ""),
@@ -143,5 +157,11 @@ MUTANTS = [
         "limit v_left for update",
         test="test_durable_races.py::test_the_reaper_steps_over_a_chunk_that_its_holder_is_just_telling_of",
     ),
-    _back("durable_reap", "the limit is every job's", "limit v_left for update", "limit p_limit for update"),
+    _back(
+        "durable_reap",
+        "the limit is every job's",
+        "limit v_left for update",
+        "limit p_limit for update",
+        test=f"{_EDGES}test_a_reaper_takes_no_more_than_its_limit_over_all_jobs",
+    ),
 ]
