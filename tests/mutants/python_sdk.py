@@ -19,10 +19,6 @@ _waiter = partial(Mutant, "gateway_sdk/waiter.py")
 _cursor = partial(Mutant, "dispatch_core/cursor.py")
 _batcher = partial(Mutant, "dispatch_core/batcher.py")
 
-_OWED = (
-    "test_relay_cursor.py"
-    "::test_what_is_owed_while_a_claim_from_zero_is_under_way_stays_owed_and_so_does_that_of_one_that_failed"
-)
 _ZERO = "test_relay_cursor.py::test_while_claims_come_back_full_the_cursor_trails_them_and_zero_comes_once_a_second"
 
 MUTANTS = [
@@ -91,7 +87,7 @@ MUTANTS = [
         "no claim from zero is owed",
         "self._again or self.owed or",
         "self._again or",
-        test=_OWED,
+        test="test_cursor_edges.py::test_what_is_owed_under_a_backlog_is_the_very_next_claim",
     ),
     _cursor(
         "def position",
