@@ -23,6 +23,7 @@ from anyio.abc import TaskStatus
 
 from dispatch_core.backoff import Backoff
 from dispatch_core.errors import (
+    ConnectionLostError,
     DatabaseBusyError,
     DatabaseError,
     DatabaseUnavailableError,
@@ -232,7 +233,7 @@ class Batcher(Generic[In, Out]):
                 self._answer_all(items, sinks, error)
                 raise
             except BaseException:
-                unknown = DatabaseUnavailableError("stopped while it was under way; whether it took effect is unknown")
+                unknown = ConnectionLostError("stopped while it was under way; whether it took effect is unknown")
                 self._answer_all(items, sinks, unknown)
                 raise
             self._answer(items, sinks, results)

@@ -290,7 +290,13 @@ class DatabaseError(RelayDispatchError):
 
 
 class DatabaseUnavailableError(DatabaseError):
-    """PostgreSQL cannot be reached, or ended the session; whether the last statement took effect is unknown."""
+    """PostgreSQL cannot be reached, or has ended the session.
+
+    What was asked for has had no effect, unless the message says that this is unknown: of a call that several
+    statements were tried for, until its time was over.
+
+    Its subclass `ConnectionLostError` is for one statement that was under way.
+    """
 
     code = "S2R-DATABASE-UNAVAILABLE"
     retryable = True
