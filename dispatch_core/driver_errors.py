@@ -75,7 +75,7 @@ _STALE_STATEMENT: Final = frozenset({"26000", "42P05"})
 DRIVER_ERRORS: Final = (
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
-    # What the driver says of a session that has been ended, until its socket is seen to close (seen in asyncpg 0.31):
+    # What the driver says of a session that has been ended, until its socket is seen to close (seen in asyncpg 0.32):
     # "cannot switch to state 15; another operation (2) is in progress". It is neither of the two above.
     asyncpg.InternalClientError,
     OSError,  # a timeout too
