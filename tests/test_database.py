@@ -402,10 +402,9 @@ async def test_one_broken_connection_retires_the_others_of_its_age(database: Tes
             connection.mode = "black_hole"
         with pytest.raises(ConnectionLostError, match="in time"):
             await pool.execute("select 1")
-        start = time.monotonic()
         for _ in range(3):
-            await pool.execute("select 1")
-        assert time.monotonic() - start < 0.3 * 3
+            async with pool.connection() as conn:
+                assert await conn.fetchval("select 1", timeout=HANGS) == 1
 
 
 async def test_a_statement_on_a_dead_line_ends_in_time_and_so_does_the_pool(database: TestDatabase) -> None:

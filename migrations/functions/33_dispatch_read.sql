@@ -4,7 +4,7 @@
 -- Reading jobs: by id, for those who wait, and as a list, for people.
 
 -- Guarantees: one row per input id that is a job of the tenant; an unknown id and a foreign one alike give no row.
---   A live job past its deadline reads 'expired', and once it has read so it stays so: such a row is first locked, so
+--   A live job past its deadline reads 'expired', and once it has read so it ends in no other way: such a row is first locked, so
 --   that a completion in flight decides before the answer is given. Changes no data. Where somebody keeps the row locked for longer
 --   than a quarter of a second (a worker may leave a transaction open) it is not decided: it reads 'claimed' or 'pending', with no
 --   time left, and the other rows have their answer.
